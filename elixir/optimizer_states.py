@@ -295,10 +295,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> str:
     made = type(optimizer)(
         [{**options, "params": [trial]}], **{k: v for k, v in optimizer.defaults.items() if k in accepted}
     )
-    set_to_train = getattr(made, "train", None)  # schedule-free optimizers rewrite weights for evaluation
     try:
-        if callable(set_to_train):
-            set_to_train()
         made.step()
     except Exception as error:
         named = [name for name in names if name in _STATE_BYTES]

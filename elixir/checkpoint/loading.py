@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step.user_optimizer import take_options
-from elixir.wrapper.training_states import SavedStates, SmallStates, StateForm, TrainingStates
+from elixir.wrapper.training_states import SCALE_SUFFIX, SavedState, SavedStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +356,8 @@ class _Loading:
         groups = [group for group in self._index.param_groups if group.optimizer in self._optimizers.values()]
         names = {name for group in groups for name in group.names}
         source = CheckpointStates(self._saved, names, self.states.orders())
-        self.notes |= self.states.load(source.fill_weights, source, skipped=frozenset(self._skipped))
+        skipped = frozenset(self._skipped)
+        self.notes |= self.states.load(source.fill_weights, source.find, self._saved.finish, skipped=skipped)
 
     @torch.no_grad()
     def finish(self, values: dict[str, Any]) -> None:
@@ -378,8 +380,8 @@ class _Loading:
             restore_rng(values["rng"], states.device)
 
 
-class CheckpointStates(SavedStates):
-    """The tensors of a checkpoint for `TrainingStates.load`, read in pieces of a span. Implements `SavedStates`.
+class CheckpointStates:
+    """The tensors of a checkpoint for `TrainingStates.load`, read in pieces of a span.
 
     Args:
         saved: the checkpoint.
@@ -395,21 +397,22 @@ class CheckpointStates(SavedStates):
         self._kinds = saved.index.state_kinds(names)
         self._names = frozenset(names)
 
-    def forms(self, name: str) -> Mapping[str, StateForm]:
-        """See `SavedStates`."""
-        saved = {kind: self._saved.index.tensors[f"{kind}/{name}"] for kind in self._kinds.get(name, ())}
-        return {
-            kind: StateForm(each.torch_dtype, each.order, each.block_numel is not None) for kind, each in saved.items()
-        }
-
-    def small(self, name: str) -> SmallStates:
-        """See `SavedStates`."""
-        if name not in self._names:
-            return SmallStates()
-        return SmallStates(self._saved.index.steps.get(name), self._saved.scalars(name))
+    def find(self, name: str) -> SavedStates | None:
+        """The states of a parameter, if it has any and they are wanted."""
+        index, wanted = self._saved.index, self._orders.get(name)
+        tensors: dict[str, SavedState] = {}
+        for kind in self._kinds.get(name, ()):
+            saved = index.tensors[f"{kind}/{name}"]
+            has_codes, fill = saved.block_numel is not None, partial(self.fill, kind, name)
+            scales = partial(self.fill, kind + SCALE_SUFFIX, name) if has_codes and saved.order == wanted else None
+            tensors[kind] = SavedState(saved.torch_dtype, fill, has_codes, scales)
+        small = SmallStates(index.steps.get(name), self._saved.scalars(name))
+        is_empty = not tensors and small.step is None and not small.others
+        return None if name not in self._names or is_empty else SavedStates(tensors, small)
 
     def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """See `SavedStates`."""
+        """Begins to fill a flat tensor with the elements of a state from `start` on, in the order that is wanted and in
+        the dtype of `out`; codes only in their own."""
         key = f"{kind}/{name}"
         saved = self._saved.index.tensors[key]
         if saved.order != self._orders.get(name) and not self._saved.index.holds_scales(kind, name):
@@ -430,10 +433,6 @@ class CheckpointStates(SavedStates):
             read = self._saved.read if saved.block_numel is None else self._saved.read_float32
             self._reordered[key] = flattened(shaped(read(key), saved.shape, saved.order), self._orders.get(name))
         return self._reordered[key]
-
-    def filled(self) -> None:
-        """See `SavedStates`."""
-        self._saved.finish()
 
     def fill_weights(self, name: str, start: int, out: torch.Tensor) -> set[str]:
         """Fills a range of a parameter's weights or masters; returns a note if they are rounded."""

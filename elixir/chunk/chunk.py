@@ -294,12 +294,11 @@ class Chunk:
         return self.weights is not None or slot.name in self.held
 
     @contextlib.contextmanager
-    def in_memory(self, *, write: bool = False, makes_states: bool = False) -> Iterator[None]:
+    def in_memory(self, *, write: bool = False) -> Iterator[None]:
         """Inside, masters and states that are kept on a disk are in memory; others always are. One chunk at a time.
 
         Args:
             write: they are changed.
-            makes_states: states are made that lie with them afterwards (`elixir.chunk.state_window`).
 
         Raises:
             DiskError: they are on a disk that has failed.
@@ -307,7 +306,7 @@ class Chunk:
         if self.stored is None:
             yield
         else:
-            with self.stored.in_memory(write, makes_states=makes_states):
+            with self.stored.in_memory(write):
                 yield
 
     def about_to_write(self) -> None:

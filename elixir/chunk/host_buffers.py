@@ -246,15 +246,6 @@ class HostBuffers:
         if name in self._lent:
             self._lent[name].returned.append(part)
 
-    def take_only(self, name: str, nbytes: int) -> Memory:
-        """Takes a buffer of a kind with room for just `nbytes`, while the others have no memory. Nothing may read or
-        write any of them now; `take` makes their memory again."""
-        kind, buffers = self._kinds[name], self.of(name)
-        for buffer in buffers:
-            buffer.free()
-        buffers[0].tensor = self._made(kind, nbytes).tensor
-        return buffers[0]
-
     def of(self, name: str) -> list[Memory]:
         """All buffers of a kind."""
         return [*self._turns[name], *self._lent[name].separate.values()]

@@ -111,9 +111,9 @@ class Memory:
 
     # --- what it is ------------------------------------------------------------------------------------------------
 
-    def count_by(self, count: Count | None) -> None:
-        """Counts it elsewhere from here on, as under another plan."""
-        self._count = count
+    def count_by(self, count: Count | None, kind: str | None = None) -> None:
+        """Counts it elsewhere from here on, as under another plan, and as something else if a `kind` is given."""
+        self._count, self._kind = count, kind or self._kind
         if count is not None and self.tensor.nbytes:
             count(self.tensor.nbytes, self._home, self._kind)
 

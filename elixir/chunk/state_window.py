@@ -7,12 +7,6 @@ shape and dtype, and no memory: a read gives NaN, a write raises.
 A step of a chunk is a chain of three: the disk lane reads the extent into a buffer, the CPU-Adam lane steps it there,
 the disk lane writes it back. The lane reads as far ahead as there are buffers: read 0, read 1, read 2, write 0, read 3,
 write 1, ... Whatever else looks at masters or states does so inside of `StoredStates.in_memory`.
-
-An optimizer's class that makes its states itself makes them in separate memory. For such a chunk the window gives up
-all buffers but one, which has room for the masters only, and the states are written to the extent through that. So the
-masters and the new states together take no more memory than the window has. The exception is the only chunk on a disk
-if its states come in parts, as those of a second optimizer or of a weight whose first gradient is late: then the new
-part lies next to a buffer for all, for that one step.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from elixir.chunk.host_buffers import WINDOW, HostBuffers
 from elixir.chunk.lanes import Lane, Work
 from elixir.chunk.memory import Memory, Ticket, failure
 from elixir.errors import DiskError, StateError
-from elixir.extents.extent_file import ExtentFile, whole_blocks
+from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile
 
 MASTERS = "masters"
@@ -52,23 +46,16 @@ class StoredStates(StoredTensors):
         self.due_bytes = 0
         """Bytes of the extent that the lane has written once it has done what it was given so far."""
 
-    @property
-    def has_room_for_states(self) -> bool:
-        """Whether a plan foresees more than masters."""
-        return self.nbytes > whole_blocks(self._regions[MASTERS].end)
-
     def _grow(self, nbytes: int) -> None:
         """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
         if self._buffer is None:
             return super()._grow(nbytes)
-        is_only_buffer = self._buffer.tensor.nbytes < self.nbytes
         self._file.give_back(self._extent)
         self._extent = self._file.new_extent(nbytes, self.name)
         self._written_bytes = self.nbytes  # what another chunk had there may be there still
         self._changed = True
-        if not is_only_buffer:
-            self._window.enlarge(self._buffer, self.nbytes)
-            self.bind(self._buffer.tensor)
+        self._window.enlarge(self._buffer, self.nbytes)
+        self.bind(self._buffer.tensor)
 
     def step(self, buffer: Memory, read: Ticket, work: Work) -> None:
         """Runs `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
@@ -89,18 +76,17 @@ class StoredStates(StoredTensors):
         self.on_disk.failures()
 
     @contextlib.contextmanager
-    def in_memory(self, write: bool = False, *, makes_states: bool = False) -> Iterator[None]:
+    def in_memory(self, write: bool = False) -> Iterator[None]:
         """Holds masters and states in memory for as long as this lasts; inside of another one, nothing is moved.
 
         Args:
             write: they are changed, so they are written back at the end.
-            makes_states: states are made that are kept in the extent afterwards.
 
         Raises:
             DiskError: the disk has failed, now or before.
         """
         if not self._depth:
-            self._window.bring_in(self, makes_states=makes_states)
+            self._window.bring_in(self)
         self._depth += 1
         self._changed |= write
         try:
@@ -158,18 +144,13 @@ class StateWindow:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, states: StoredStates, *, makes_states: bool = False) -> tuple[Memory, Ticket]:
-        """Gives a buffer for the step of a chunk, and the reading of its states into it.
-
-        Args:
-            states: of the chunk.
-            makes_states: the step makes states that lie in the extent afterwards.
-        """
+    def begin_step(self, states: StoredStates) -> tuple[Memory, Ticket]:
+        """Gives a buffer for the step of a chunk, and the reading of its states into it."""
         self._let_go()
         count = len(self._buffers.of(WINDOW))
         while len(self._waiting) >= count or any(each is states for each, _, _ in self._waiting):
             self._write_next()
-        buffer = self._take_only(states) if makes_states else self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._buffers.take(WINDOW, states.nbytes)
         nbytes = min(states.used_bytes, max(states.kept_bytes, states.due_bytes))
         self.read_bytes += nbytes
         return buffer, self._read(states, buffer, nbytes)
@@ -178,13 +159,9 @@ class StateWindow:
         # The lane has written the states that are read now before; of what it could not write `fill` knows.
         return self._lane.submit(lambda: states.fill(buffer.tensor), writes=[buffer], nbytes=nbytes)
 
-    def end_step(self, states: StoredStates, buffer: Memory, stepped: Ticket, *, makes_states: bool = False) -> None:
-        """Writes the states back after `stepped` and after the readings of the next steps; if the step makes states,
-        which only its end tells, the next steps wait for that."""
+    def end_step(self, states: StoredStates, buffer: Memory, stepped: Ticket) -> None:
+        """Writes the states back after `stepped` and after the readings of the next steps."""
         self._waiting.append((states, buffer, stepped))
-        if makes_states:
-            failure(stepped)
-            self.settle()
 
     def flush(self) -> None:
         """Writes all states back, since no step comes next."""
@@ -220,21 +197,16 @@ class StateWindow:
 
     # --- between steps ---------------------------------------------------------------------------------------------
 
-    def bring_in(self, states: StoredStates, *, makes_states: bool = False) -> None:
+    def bring_in(self, states: StoredStates) -> None:
         """Brings states into memory; returns when they are there."""
         if self._held is not None and self._held[0] is states:
             return
         self._let_go()
         self.flush()
-        buffer = self._take_only(states) if makes_states else self._buffers.take(WINDOW, states.nbytes)
+        buffer = self._buffers.take(WINDOW, states.nbytes)
         self._read(states, buffer, states.used_bytes).synchronize()  # the caller reads the buffer next
         states.brought(buffer)
         self._held = (states, buffer)
-
-    def _take_only(self, states: StoredStates) -> Memory:
-        """Gives the only buffer that there is, with room for what has been written of the states."""
-        self.settle()  # what others have in their buffers goes back first
-        return self._buffers.take_only(WINDOW, states.used_bytes)
 
     def done_with(self) -> None:
         """Lets the states that are at hand leave memory."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from errno import EIO
 
 import torch
@@ -108,6 +108,10 @@ class _Region:
     def end(self) -> int:
         return self.start + self.numel * self.dtype.itemsize
 
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory that holds the extent."""
+        return memory[self.start : self.end].view(self.dtype)
+
 
 @dataclass(frozen=True)
 class _View:
@@ -120,8 +124,6 @@ class _View:
     owner: object
     stride: tuple[int, ...] | None = None
     """None: it is contiguous."""
-    separate: bool = False
-    """Whether it has memory outside of the buffer, which has no room for the region, until the extent is written."""
 
 
 class StoredTensors:
@@ -178,51 +180,35 @@ class StoredTensors:
         region = self._regions[name]
         if (region.numel, region.dtype) != (numel, dtype):
             raise StateError(f"{self.name}: '{name}' has {region.numel} x {region.dtype}, asked for {numel} x {dtype}")
-        return self._memory_of(region) if self._has_room(region) else _nowhere((numel,), dtype)
+        return _nowhere((numel,), dtype) if self._memory is None else region.of(self._memory)
 
-    def has(self, name: str) -> bool:
-        """Whether there is a region of that name."""
-        return name in self._regions
-
-    def keep(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0, *, in_order: bool = False) -> None:
-        """Places a tensor in a region, with the values that it has now, whenever the extent is in memory; the extent
-        must be in memory when this is called.
+    def show(
+        self,
+        owner: object,
+        tensor: torch.Tensor,
+        name: str,
+        first: int = 0,
+        stride: tuple[int, ...] | None = None,
+    ) -> None:
+        """Lets a tensor show a part of a region whenever the extent is in memory.
 
         Args:
             owner: for `forget`.
-            tensor: a contiguous one.
+            tensor: its shape and dtype stay.
             name: of the region.
             first: its first element there.
-            in_order: the tensor is dense, and keeps the order of its elements in memory.
+            stride: of a dense tensor; None: it is contiguous.
         """
-        if self._memory is not None and not self._has_room(self._regions[name]):
-            self._views.append(_View(tensor, name, first, owner, separate=True))
-            self._changed = True
-            return
-        view = _View(tensor, name, first, owner, tensor.stride() if in_order else None)
-        place = self._part(view)
-        if place.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                place.copy_(tensor.detach())
-            self._changed = True
-        tensor.data = place
-        self._views.append(view)
-
-    def show(self, owner: object, tensor: torch.Tensor, name: str, first: int = 0) -> None:
-        """Lets a contiguous tensor show a part of a region whenever the extent is in memory; arguments as of `keep`."""
-        self._views.append(_View(tensor, name, first, owner))
+        self._views.append(_View(tensor, name, first, owner, stride))
         if self._memory is None:
             tensor.data = _nowhere(tensor.shape, tensor.dtype)
         else:
-            tensor.data = self._part(self._views[-1])
+            tensor.data = self._part(self._views[-1], self._memory)
 
-    def _part(self, view: _View) -> torch.Tensor:
-        memory = self._memory_of(self._regions[view.region])
-        part = memory[view.first : view.first + view.tensor.numel()]
+    def _part(self, view: _View, memory: torch.Tensor) -> torch.Tensor:
+        region = self._regions[view.region].of(memory)
+        part = region[view.first : view.first + view.tensor.numel()]
         return part.view(view.tensor.shape) if view.stride is None else part.as_strided(view.tensor.shape, view.stride)
-
-    def _has_room(self, region: _Region) -> bool:
-        return self._memory is not None and region.end <= self._memory.nbytes
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -233,23 +219,17 @@ class StoredTensors:
         """Forgets the tensors of an owner."""
         self._views = [view for view in self._views if view.owner is not owner]
 
-    def _memory_of(self, region: _Region) -> torch.Tensor:
-        if self._memory is None:
-            raise StateError(f"the states of {self.name} are on the disk and not in memory")
-        return self._memory[region.start : region.end].view(region.dtype)
-
     def bind(self, memory: torch.Tensor) -> None:
         """Makes the tensors views of memory into which `fill` has read the extent."""
         self._memory = memory
         for view in self._views:
-            view.tensor.data = self._part(view)
+            view.tensor.data = self._part(view, memory)
 
     def put_away(self) -> None:
         """Takes their memory from the tensors; the extent stays as it was."""
         self._memory = None
         for view in self._views:
             view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
-        self._views = [replace(view, separate=False) if view.separate else view for view in self._views]
 
     def _grow(self, nbytes: int) -> None:
         raise StateError(f"the extent of {self.name} has {self.nbytes} bytes, its tensors need {nbytes}")
@@ -274,27 +254,11 @@ class StoredTensors:
         used = self.used_bytes
         try:
             self._begun = True
-            for first in range(0, used, memory.nbytes):
-                part = memory[: used - first]
-                self._bring_together(part, first)
-                self._file.transfer("write", self._extent, part, self.name, first)
+            self._file.transfer("write", self._extent, memory[:used], self.name)
             self._begun = self._changed = False
         finally:
             self.put_away()
         self._written_bytes = max(self._written_bytes, used)
-
-    def _bring_together(self, part: torch.Tensor, first: int) -> None:
-        """Fills a part of the extent, from the byte `first` on, with what separate tensors hold, and with zeros
-        elsewhere; the beginning keeps what is in memory already."""
-        if first:
-            part.zero_()
-        for view in self._views:
-            if view.separate:
-                at = self._regions[view.region].start + view.first * view.tensor.itemsize - first
-                values = view.tensor.detach().reshape(-1).view(torch.uint8)
-                begin, end = max(at, 0), min(at + values.numel(), part.numel())
-                if begin < end:
-                    part[begin:end].copy_(values[begin - at : end - at])
 
     def read(self, name: str, first: int, stop: int) -> torch.Tensor:
         """Reads elements of a region into separate memory, straight from the disk, for a reader that has no buffer.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from functools import partialmethod
 from typing import Any
 
 import torch
@@ -71,14 +70,6 @@ class OptimizerList(torch.optim.Optimizer):
         """Calls `zero_grad` of all, one after the other."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)
-
-    def _rewrite(self, mode: str) -> None:
-        """Calls ``train`` or ``eval`` of those that have it, such as schedule-free ones."""
-        for each in self.optimizers:
-            getattr(each, mode, lambda: None)()
-
-    train = partialmethod(_rewrite, "train")
-    eval = partialmethod(_rewrite, "eval")
 
     def state_dict(self, **how: Any) -> dict[str, Any]:
         """The state dicts of all, in order.

@@ -28,7 +28,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.one_pass.one_pass import OnePass
-from elixir.wrapper.step.elementwise import MODES, options_of
+from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import check_optimizer
 from elixir.wrapper.step.whole_states import load_whole_states, whole_states
@@ -49,8 +49,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         host_threads: threads of CPU Adam on this rank; None for its part of the cores (`elixir.hardware.host_share`).
             Other work keeps torch's number of threads. Several optimizers of one module share them: the last one
             decides.
-        init_step: allocate the moments of Adam, AdamW or `HybridAdam` before the first step: zero moments, counts of 0.
-            No number changes, and other classes ignore it. Plans prepare states on the host in any case.
+        init_step: allocate the states on the device before the first step, too; those on the host always are. No number
+            changes.
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or belong to another
@@ -97,16 +97,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         states = ShardedStates(weakref.ref(self._stepper), weakref.WeakMethod(self._drop_states))
         self.state = optimizer.state = states  # type: ignore[assignment]
         self._ready = True
-
-    def __getattr__(self, name: str) -> Any:
-        """Gives ``train`` and ``eval`` of classes that rewrite weights with them, such as schedule-free's.
-
-        With several ranks all must call these methods.
-        """
-        given = vars(self).get("_user_optimizer")
-        if name in MODES and callable(getattr(given, name, None)):
-            return torch.no_grad()(partial(self._stepper.rewrite, name))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def loss_scale(self) -> float:

@@ -14,7 +14,6 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.memory import written
-from elixir.chunk.state_window import MASTERS
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
@@ -26,9 +25,17 @@ from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
 from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.states import SCALE_SUFFIX, SavedStates, SmallStates, StateForm, StateTensor, small_states
+from elixir.wrapper.step.states import (
+    SCALE_SUFFIX,
+    Find,
+    SavedState,
+    SavedStates,
+    SmallStates,
+    StateTensor,
+    small_states,
+)
 
-__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedStates", "SmallStates", "StateForm", "TrainingStates"]
+__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedState", "SavedStates", "SmallStates", "TrainingStates"]
 
 WEIGHT = "weight"
 """The kind of tensors that are weights: masters if there are any."""
@@ -69,11 +76,11 @@ class ChunkStates:
         """Everything to save, weights first, as views of live memory; call it when no update is running."""
         memory, stored = self._weights_of_then, self.chunk.stored
         found = [
-            StateTensor(WEIGHT, held, memory[held.part], held.slot.order, MASTERS, held.part.start, stored)
+            StateTensor(WEIGHT, held, memory[held.part], start=held.part.start, extent=stored)
             for held in self.chunk.held.values()
         ]
         for states in self._states_of_then:
-            found += states.tensors()
+            found += states.parts()
         return found
 
     def small(self) -> dict[str, SmallStates]:
@@ -88,9 +95,9 @@ class ChunkStates:
         """The flat shard of weights that is saved and loaded: masters if there are any, while they are at hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
-    def load_states(self, saved: SavedStates) -> set[str]:
-        """Loads saved states; returns notes on inexact ones."""
-        return set().union(*(shard.load(saved) for shard in self.shards))
+    def load_states(self, find: Find, wait: Callable[[], None]) -> set[str]:
+        """Loads saved states (`States.load`); returns notes on inexact ones."""
+        return set().union(*(shard.load(find, wait) for shard in self.shards))
 
 
 class TrainingStates:
@@ -235,7 +242,8 @@ class TrainingStates:
     def load(
         self,
         fill_weights: Callable[[str, int, torch.Tensor], set[str]],
-        saved: SavedStates,
+        find: Find,
+        wait: Callable[[], None],
         *,
         skipped: frozenset[str] = frozenset(),
     ) -> set[str]:
@@ -245,7 +253,8 @@ class TrainingStates:
         Args:
             fill_weights: begins to fill a flat tensor with a parameter's elements, given its name and the first one;
                 returns notes.
-            saved: the states of the optimizers; its `filled` also waits for `fill_weights`.
+            find: finds the saved states of a parameter.
+            wait: waits for what `fill_weights` and `find` have begun.
             skipped: parameters that stay unchanged.
         """
         notes: set[str] = set()
@@ -258,9 +267,9 @@ class TrainingStates:
                     for name, held in chunk.held.items():
                         if name not in skipped:
                             notes |= fill_weights(name, held.first, target[held.part])
-                    notes |= states.load_states(saved)
+                    notes |= states.load_states(find, wait)
                 finally:
-                    saved.filled()  # masters are read next, and the window's buffer goes to another chunk
+                    wait()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
                     chunk.shard_weights.copy_(chunk.masters)  # as after every step, weights are rounded masters
         for chunk in self._engine.chunks:  # saved with another home
@@ -268,7 +277,7 @@ class TrainingStates:
                 if name not in skipped:
                     own = torch.empty(held.numel, dtype=chunk.dtype, device="cpu")
                     notes |= fill_weights(name, held.first, own)
-                    saved.filled()
+                    wait()
                     chunk.refuse_unlike_file(held.slot, own)
         return notes
 

@@ -259,7 +259,7 @@ def index_of(checkpoint_id: str, files: Sequence[list[WrittenFile]], options: sa
 LIMITS = {
     "look_s": "elixir.chunk.group._LOOK_S",  # after which a blocked rank looks whether the ranks have parted
     "sent_bytes": "elixir.chunk.group._PIECE_BYTES",  # that rank 0 sends at once
-    "converted_numel": "elixir.wrapper.step.fused_states._PIECE_NUMEL",  # of moments, at once
+    "converted_numel": "elixir.wrapper.step.states._PIECE_NUMEL",  # of moments, at once
     "slow_numel": "elixir.wrapper.step.shards._SLOW_NUMEL",  # from which on a slow class of optimizer is reported
 }
 MEMORIES: dict[str, dict[str, type]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,82 +11,59 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Held, Slot
-from elixir.memory_order import Order, flattened, order_of
+from elixir.chunk.memory import Memory
+from elixir.memory_order import Order, flattened
 from elixir.plan.chunk_plan import ParamSlot
-from elixir.wrapper.step.class_states import ClassStates
-from elixir.wrapper.step.fused_states import FusedStates
-from elixir.wrapper.step.segments import Segment, cut_segments
-from elixir.wrapper.step.states import SavedStates, SmallStates, StateForm
+from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.elementwise import options_of
+from elixir.wrapper.step.rules import ClassRule, Rule
+from elixir.wrapper.step.segments import cut_segments
+from elixir.wrapper.step.states import SavedState, SavedStates, SmallStates, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 Make = Callable[..., torch.optim.Optimizer]
 SHAPES = ((3,), (5, 4), (2,))
 
 
-class User:
-    """Makes optimizers of a class over segments, in groups with these options."""
-
-    is_predictable = True
-
-    def __init__(self, make: Make, *options: dict[str, Any]) -> None:
-        self._make, self._options = make, options or ({},)
-        self.begins_with_states = bool(make([nn.Parameter(torch.ones(1))]).state)
-
-    def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
-        groups = [{"params": [], **options} for options in self._options]
-        for segment in segments:
-            groups[segment.group]["params"].append(segment.weights)
-        return self._make(groups)
+def user_over(make: Make, *options: dict[str, Any]) -> UserOptimizer:
+    """An optimizer of a class, in groups with these options."""
+    return user_of(make([{"params": weights_of((1,)), **each} for each in options or ({},)]))
 
 
-class Extent:
-    """Regions that are in memory; none may be made while values are on their way into the others."""
+class Saved:
+    """Saved states, by parameter and kind, whose values come no sooner than they are waited for.
 
-    def __init__(self, saved: Saved | None = None) -> None:
-        self.regions: dict[str, torch.Tensor] = {}
-        self._saved = saved
+    Args:
+        states: by parameter.
+        order: of the elements of the parameters.
+        small: by parameter.
+    """
 
-    def region(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if name not in self.regions:
-            assert self._saved is None or not self._saved.coming
-            self.regions[name] = torch.zeros(numel, dtype=dtype)
-        return self.regions[name]
-
-    def read(self, name: str, first: int, stop: int) -> torch.Tensor:
-        return self.regions[name][first:stop].clone()
-
-
-class Saved(SavedStates):
-    """Saved states, by parameter and kind, whose values come no sooner than they are waited for."""
-
-    def __init__(self, states: Mapping[str, Mapping[str, torch.Tensor]], **small: SmallStates) -> None:
-        self._states, self._small = states, small
-        self.order: Order | None = None
-        """The order of the elements of the parameters."""
+    def __init__(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]], order: Order | None = None, **small: SmallStates
+    ) -> None:
+        self._states, self._order, self._small = states, order, small
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.largest_numel = 0
 
-    def forms(self, name: str) -> dict[str, StateForm]:
-        return {
-            kind: StateForm(value.dtype, order_of(value.shape, value.stride()))
-            for kind, value in self._states.get(name, {}).items()
-        }
+    def find(self, name: str) -> SavedStates | None:
+        if name not in self._states and name not in self._small:
+            return None
+        values = self._states.get(name, {})
+        tensors = {kind: SavedState(value.dtype, partial(self._fill, value)) for kind, value in values.items()}
+        return SavedStates(tensors, self._small.get(name, SmallStates()))
 
-    def small(self, name: str) -> SmallStates:
-        return self._small.get(name, SmallStates())
-
-    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        values = flattened(self._states[name][kind], self.order)
-        self.coming.append((out, values[start : start + out.numel()]))
+    def _fill(self, value: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        self.coming.append((out, flattened(value, self._order)[start : start + out.numel()]))
         self.largest_numel = max(self.largest_numel, out.numel())
 
-    def filled(self) -> None:
+    def wait(self) -> None:
         for out, values in self.coming:
             out.copy_(values)
         self.coming.clear()
 
 
-def shard_of(*weights: nn.Parameter, groups: Sequence[int] = (), ordinary: bool = False, first: int = 0) -> Any:
+def shard_of(*weights: nn.Parameter, groups: Sequence[int] = (), first: int = 0) -> Any:
     """Master and segments of a shard that has weights, one after the other, the first one from an element on."""
     held, at = {}, 0
     master = torch.zeros(sum(weight.numel() for weight in weights) - first)
@@ -94,31 +72,46 @@ def shard_of(*weights: nn.Parameter, groups: Sequence[int] = (), ordinary: bool 
         lacks = 0 if place else first
         held[slot.name] = Held(slot, place, lacks, slice(at, at := at + weight.numel() - lacks))
         master[held[slot.name].part] = slot.flattened(weight.detach())[lacks:]
-        if ordinary:
-            weight.data = slot.part_of(master)
     chunk: Any = SimpleNamespace(held=held)
     group_of = dict(zip(weights, groups or [0] * len(weights), strict=True))
-    return master, cut_segments(chunk, master, group_of, ordinary=ordinary)
+    return master, cut_segments(chunk, master, group_of)
 
 
 def weights_of(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)) for shape in shapes]
 
 
-def class_states(make: Make = torch.optim.AdamW, shapes: Any = SHAPES, first: int = 0, **options: Any) -> ClassStates:
-    master, segments = shard_of(*weights_of(*shapes), first=first)
-    return ClassStates(User(make), master, segments, **options)
-
-
-def fused_states(shapes: Any = SHAPES, groups: Sequence[int] = (), first: int = 0, **options: Any) -> FusedStates:
+def states_of(rule: Rule, shapes: Any = SHAPES, groups: Sequence[int] = (), first: int = 0, **options: Any) -> States:
+    """The states of a rule over a shard."""
     master, segments = shard_of(*weights_of(*shapes), groups=groups, first=first)
+    states = States(master, segments, rule.kinds(master.dtype), [slice(0, len(master))], memory, **options)
+    rule.attach(states)
+    return states
+
+
+def another(states: States, rule: Rule) -> States:
+    """A second set of states."""
+    weights = [segment.source for segment in states.segments]
+    groups = [segment.group for segment in states.segments]
+    first = states.segments[0].first if states.segments else 0
+    master, segments = shard_of(*weights, groups=groups, first=first)
+    other = states.like(master.zero_(), segments, memory)
+    rule.attach(other)
+    return other
+
+
+def inputs_of(states: States, gradients: torch.Tensor, *, places: Any = None, together: bool = True) -> Inputs:
+    """Gradients of all segments, or of those with these places, and options of two groups."""
+    arrived = [(it, gradients[it.part]) for it in states.segments if places is None or it.place in places]
     adam = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5).param_groups[0]
-    return FusedStates(master, segments, [adam, {**adam, "lr": 0.25}], decoupled=True, **options)
+    options = [{**adam, "lr": lr, "params": []} for lr in (0.5, 0.25)]
+    if states.optimizer is not None:
+        options = [{**group, "params": []} for group in states.optimizer.param_groups]
+    return Inputs(arrived, gradients if together else None, 1.0, [options_of(each) for each in options], 0, 0)
 
 
-def put(states: ClassStates, *each: dict[str, Any]) -> None:
-    for segment, state in zip(states.segments, each, strict=False):
-        states.optimizer.state[segment.weights] = state
+def class_rule(make: Make = torch.optim.AdamW) -> ClassRule:
+    return ClassRule(user_over(make))
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
@@ -129,9 +122,9 @@ def transposed(rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(torch.arange(float(rows * columns)).view(columns, rows).t())
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of a second set of states."""
-    return torch.zeros(numel, dtype=dtype)
+def memory(numel: int, dtype: torch.dtype) -> Memory:
+    """Memory of states, which nobody counts."""
+    return Memory(torch.zeros(numel, dtype=dtype))
 
 
 def user_of(

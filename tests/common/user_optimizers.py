@@ -27,39 +27,27 @@ class Own(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
-class Averaging(Own):
-    """Free of a schedule: gradients are taken between the fast weights and their mean; evaluation wants the mean."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr, k=0, weight_sum=0.0, train_mode=True)
+class Replacing(Own):
+    """Makes a new tensor for its mean in every step, and keeps a number."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        if not self.param_groups[0]["train_mode"]:
-            raise RuntimeError("call train() first")
         for group, parameters in self.stepped():
-            weight = (group["k"] + 1) ** 0.5
-            group["weight_sum"] += weight
-            share = weight / group["weight_sum"]
             for p in parameters:
-                z = self.state[p].setdefault("z", p.detach().clone())
-                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
-            group["k"] += 1
+                state = self.state[p]
+                mean = state.get("mean", torch.zeros_like(p)) * 0.5 + p.grad
+                self.state[p] = {"mean": mean, "seen": state.get("seen", 0) + 1}
+                p.sub_(mean, alpha=group["lr"])
 
-    @torch.no_grad()
-    def _set(self, training: bool, share: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"] if group["train_mode"] is not training else ():
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"].to(p.device), share)
-            group["train_mode"] = training
+
+class Averaging(Own):
+    """Rewrites weights for training and for evaluation, as optimizers without a schedule do."""
 
     def train(self) -> None:
-        self._set(True, 1 - 0.9)
+        """Refused by its name."""
 
     def eval(self) -> None:
-        self._set(False, 1 - 1 / 0.9)
+        """Refused by its name."""
 
 
 class Counting(Own):
@@ -187,16 +175,3 @@ class OnItsTensor(Own):
     def step(self, closure: Any = None) -> None:
         self.counted += 1
         super().step()
-
-
-class Unmarked(Own):
-    """Rewrites its weights for evaluation without saying so in its groups."""
-
-    def train(self) -> None:
-        """Nothing to do."""
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.5)

@@ -48,7 +48,7 @@ def _trained(model: Any, plan: Plan, inp: Any, options: dict[str, Any]) -> tuple
         optimizer.backward(hf_loss(module, inp))
         assert bool(attempts(module)) == plan.has_early_updates
         optimizer.step()
-        kept.append(inside.stepper(module).early.kept)  # type: ignore[attr-defined]
+        kept.append(module.last_report.early.kept)
         optimizer.zero_grad()
     state = module.state_dict()
     module.close()

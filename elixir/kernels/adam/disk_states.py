@@ -38,75 +38,73 @@ class DiskStates:
 
     def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
         """Goes on from other states: those of the parameters here are in memory now, and then on the disk only."""
-        self._states = states
         file = ExtentFile([self._folder])  # the file before is closed with its last reference, below
-        self._file = TensorFile(lambda: file)
+        self._states, self._file = states, TensorFile(lambda: file)
         self._stored: dict[nn.Parameter, StoredTensors] = {}
         self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
 
     def in_turn(
         self, parameters: Sequence[nn.Parameter], work: Callable[[nn.Parameter], object], *, write: bool = True
     ) -> None:
-        """Calls `work` for each parameter while its states are in memory; with `write` it may change them.
+        """Calls `work` for each parameter while its states are in memory; with `write` it may change them, or make them
+        if there are none.
 
         Raises:
             DiskError: the disk has failed, now or before.
         """
         if write and self._file.lost is not None:
             raise self._file.lost
-        reads: dict[int, Future[None]] = {}
+        reads: list[Future[None]] = []
         writes: list[Future[None]] = []
         try:
             for turn, parameter in enumerate(parameters):
                 # The one lane works in this order, so it has written what a buffer held before it reads into it.
-                for ahead in range(turn, min(turn + WINDOW - 1, len(parameters))):
-                    if ahead not in reads:
-                        reads[ahead] = self._lane.submit(self._read, parameters[ahead], ahead % WINDOW)
+                for ahead in parameters[len(reads) : turn + WINDOW - 1]:
+                    reads.append(self._lane.submit(self._read, ahead, len(reads) % WINDOW))
                 reads[turn].result()
-                self._at_hand(parameter, turn % WINDOW, work, write)
-                if write and parameter in self._stored:
-                    writes.append(self._lane.submit(self._stored[parameter].store, self._memory[turn % WINDOW]))
+                stored, changed = self._stored.get(parameter), False
+                if stored is not None:
+                    stored.bind(self._memory[turn % WINDOW])
+                try:
+                    work(parameter)
+                    stored = self._kept(parameter, turn % WINDOW) if write else stored
+                    changed = write
+                finally:
+                    if stored is not None and not changed:
+                        stored.put_away()
+                if stored is not None and changed:
+                    writes.append(self._lane.submit(stored.store, self._memory[turn % WINDOW]))
         finally:
-            wait([*reads.values(), *writes])  # the caller may close the file next, or call this again
+            wait([*reads, *writes])  # the caller may close the file next, or call this again
         for written in writes:
             written.result()
-
-    def _at_hand(self, parameter: nn.Parameter, slot: int, work: Callable[[nn.Parameter], object], write: bool) -> None:
-        stored, done = self._stored.get(parameter), False
-        if stored is not None:
-            stored.bind(self._memory[slot])
-        try:
-            work(parameter)
-            if write:
-                self._keep(parameter, slot)
-                done = True
-        finally:
-            if stored is not None and not done:
-                stored.put_away()
 
     def _read(self, parameter: nn.Parameter, slot: int) -> None:
         if parameter in self._stored:
             self._stored[parameter].fill(self._room(slot, self._stored[parameter].nbytes))
 
-    def _keep(self, parameter: nn.Parameter, slot: int) -> None:
-        """Moves the tensors of a state into the buffer, if they are not there yet, to be written with it."""
+    def _kept(self, parameter: nn.Parameter, slot: int) -> StoredTensors | None:
+        """The place of a state, whose tensors are moved into the buffer if they are not there yet; None without any."""
         values = self._states[parameter].items()
         tensors = {name: value for name, value in values if isinstance(value, torch.Tensor) and value.dim()}
         before = self._stored.get(parameter)
         if before is not None:
             if list(map(id, tensors.values())) == list(map(id, before.tensors)):
-                return
+                return before
             for value in tensors.values():
                 value.data = value.clone()  # the tensors lie in a buffer that other states will fill
             self._stored.pop(parameter).give_back()
-        if tensors:
-            # Each tensor begins at a multiple of its itemsize.
-            nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())
-            self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
-            stored.bind(self._room(slot, stored.nbytes))
-            for name, value in tensors.items():
-                stored.region(name, value.numel(), value.dtype)
-                stored.keep(self, value, name, in_order=True)
+        if not tensors:
+            return None
+        # Each tensor begins at a multiple of its itemsize.
+        nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())
+        self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
+        stored.bind(self._room(slot, stored.nbytes))
+        for name, value in tensors.items():
+            order = value.stride()
+            stored.region(name, value.numel(), value.dtype).as_strided(value.shape, order).copy_(value)
+            stored.show(self, value, name, stride=order)
+        return stored
 
     def _room(self, slot: int, nbytes: int) -> torch.Tensor:
         if self._memory[slot].nbytes < nbytes:

@@ -194,30 +194,6 @@ class HybridAdam(torch.optim.Optimizer):
         finally:
             self.state = before
 
-    @torch.no_grad()
-    def make_states(self) -> None:
-        """Makes the states of parameters that have none: moments of zero and counts of 0.
-
-        Weights stay as they are.
-        """
-        lacking = {
-            parameter: group["moments"]
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.numel()
-            and is_dense(parameter.shape, parameter.stride())
-            and "exp_avg" not in self.state[parameter]
-        }
-
-        def begin(parameter: nn.Parameter) -> None:
-            _begin(self.state[parameter], parameter, flat(parameter), lacking[parameter])
-
-        for parameter in lacking:
-            if parameter not in self._away:
-                begin(parameter)
-        if self._on_disk is not None:
-            self._on_disk.in_turn([each for each in lacking if each in self._away], begin)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict of a `HybridAdam`, or of torch's `Adam` or `AdamW`; to the bit, and as a copy.
 

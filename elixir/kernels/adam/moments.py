@@ -89,22 +89,18 @@ def moment_numel(numel: int, kind: MomentKind) -> int:
     return -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL if kind == "8bit" else numel
 
 
-def make_moments(
-    numel: int,
-    moments: str = "float32",
-    device: torch.device | str = "cpu",
-    *,
-    zeros: Callable[[int, torch.dtype], torch.Tensor] | None = None,
-) -> Moments:
+def make_moments(numel: int, moments: str = "float32", device: torch.device | str = "cpu") -> Moments:
     """Zero moments of a flat tensor.
 
     Args:
         numel: of the tensor.
         moments: their kind.
         device: where they are.
-        zeros: makes each flat tensor from its elements and dtype, instead of `torch.zeros`.
     """
-    make = zeros or (lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
+
+    def make(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     kind = check_kind(moments)
     HEAP.trim_if_over(moments_size(kind).nbytes(numel))
     if kind != "8bit":

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from elixir.chunk.arena import Arena
-from elixir.chunk.chunk import Chunk
 from elixir.chunk.memory import Memory, written
 from elixir.wrapper.step.elementwise import same_options
-from elixir.wrapper.step.segments import Arrived, cut_segments
+from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.states import States
+
+Step = Callable[..., set[str]]
+"""`elixir.wrapper.step.rules.Rule.step`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Inputs:
     in_place: bool = False
     """Whether gradients in the weights' dtype are multiplied in place, as torch.nn.utils.clip_grad_norm_ does it. A
     copy would take memory that no plan counts, and half the time of the step."""
+
+    def of(self, segments: Sequence[Segment]) -> Inputs:
+        """The same for another set of states, by its segments."""
+        mine = {segment.place: segment for segment in segments}
+        return replace(self, arrived=[(mine[segment.place], gradient) for segment, gradient in self.arrived])
 
     def multiply_in_place(self, dtype: torch.dtype) -> float | torch.Tensor:
         """Multiplies the gradients if `in_place` allows it; returns the factor that is left.
@@ -74,14 +79,15 @@ class EarlyUpdate:
 
     Args:
         inputs: the inputs of the update, with all segments of the shard.
+        step: steps `old` into `new`: `Rule.step`.
         old: the current states.
         new: takes the new ones.
         reads: memory of the gradients, and of the current states.
     """
 
-    def __init__(self, inputs: Inputs, old: States, new: States, reads: tuple[Memory, ...]) -> None:
+    def __init__(self, inputs: Inputs, step: Step, old: States, new: States, reads: tuple[Memory, ...]) -> None:
         self.inputs, self.reads, self._filling = inputs, reads, written(*reads)
-        self._old, self._new = old, new
+        self._step, self._old, self._new = step, old, new
         # Read now, since the two sets may be swapped before `run` begins.
         self.rounded, self._old_rounded = new.weights, old.weights
         self._is_discarded = self._is_kept = False
@@ -102,16 +108,13 @@ class EarlyUpdate:
                 ticket.synchronize()  # the work is over; this raises its error, as an ordinary step would
             if release is not None:
                 release()  # otherwise a running checkpoint would read the new states
-            inputs = self.inputs
-            for states in (self._old, self._new):
-                states.set_options(inputs.options)
-            forms.extend(self._old.step(inputs.arrived, inputs.gradients, inputs.factor, self.rounded, self._new))
+            forms.extend(self._step(self._old, self.inputs, self.inputs.factor, self.rounded, self._new))
         except Exception as error:
             with self._lock:
                 self._error = error
                 if not self._is_kept:
                     return  # an ordinary step follows, which raises the same error if it meets it
-            self._new.copy_from(self._old)
+            self._new.become(self._old)
             if self.rounded is not None and self._old_rounded is not None:
                 self.rounded.copy_(self._old_rounded)
             raise
@@ -125,24 +128,3 @@ class EarlyUpdate:
     def discard(self) -> None:
         """Discards the new states; if `run` has not begun, it will do nothing."""
         self._is_discarded = True
-
-
-def second_set(chunk: Chunk, states: States, arena: Arena, group_of: Mapping[nn.Parameter, int]) -> States:
-    """Allocates a second set of states for a shard, and of the rounded weights, as the plan counts them.
-
-    Args:
-        chunk: the chunk of the shard.
-        states: the current states; `States.can_copy` holds.
-        arena: allocates and counts the memory.
-        group_of: see `cut_segments`.
-    """
-
-    def memory(numel: int, dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
-        return arena.make(numel, dtype, "host", "new_states", pin=pin).tensor
-
-    copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
-    master = memory(chunk.shard_numel, states.master.dtype, pin=copied)
-    second = states.empty_like(master, cut_segments(chunk, master, group_of), memory)
-    if chunk.low_precision:
-        second.weights = memory(chunk.shard_numel, chunk.dtype, pin=True)
-    return second

@@ -73,8 +73,6 @@ class EarlyUpdates:
         self._backwards = 0  # backwards of the last step; 0 before the first
         self.forecast = Forecast()
         """The prediction whether new states will be kept."""
-        self.started = self.kept = 0
-        """In the last step, the number of chunks that were updated early, and how many of them were kept."""
 
     def prepare(self) -> None:
         """Allocates the second sets of states now, as far as the optimizer has states, so that no step allocates.
@@ -111,8 +109,7 @@ class EarlyUpdates:
     def stepping(self) -> None:
         """Notes that the optimizer's step begins."""
         self._backwards = self._engine.gradients.backward_count
-        self.started, self.kept = len(self._begun), 0
-        self._engine.early_chunks, self._engine.kept_chunks = self.started, 0
+        self._engine.early_chunks, self._engine.kept_chunks = len(self._begun), 0
 
     def stepped(self, *, other_factor: bool, scale: float) -> None:
         """Records a step that is over or was skipped.
@@ -121,8 +118,8 @@ class EarlyUpdates:
             other_factor: whether gradients were clipped or have overflowed.
             scale: the loss scale of its gradients.
         """
-        self._engine.kept_chunks = self.kept
-        self.forecast.stepped(other_factor=other_factor, scale=scale, started=self.started, kept=self.kept)
+        started, kept = self._engine.early_chunks, self._engine.kept_chunks
+        self.forecast.stepped(other_factor=other_factor, scale=scale, started=started, kept=kept)
         self.discard()
 
     def discard(self) -> None:

@@ -26,7 +26,7 @@ Options = dict[str, Any]
 MakeOver = Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
 """Creates an optimizer over the parameters of each group."""
 
-MODES = ("train", "eval")
+_MODES = ("train", "eval")
 """Methods by which a class rewrites weights for training and for evaluation."""
 _NAMES = frozenset("Adafactor LAMB Lamb LARS Muon Shampoo SOAP LBFGS SparseAdam NovoGrad".split())
 _SHAPES = ((136, 144), (24, 8, 3), (40,))
@@ -62,13 +62,12 @@ class Rehearsal:
         # Some classes create states in their constructor.
         self._first = {weight: options_of(state) for weight, state in self._optimizer.state.items()}
 
-    def after(self, groups: Sequence[Options], stepped: Collection[int], method: str = "step") -> list[Options]:
-        """The options of the groups after a step, or after another method.
+    def after(self, groups: Sequence[Options], stepped: Collection[int]) -> list[Options]:
+        """The options of the groups after a step.
 
         Args:
             groups: their current options.
             stepped: the groups that get a gradient.
-            method: a method of the class.
         """
         self._optimizer.state.clear()
         self._optimizer.state.update({weight: options_of(state) for weight, state in self._first.items()})
@@ -77,7 +76,7 @@ class Rehearsal:
             weight.data.zero_()
             weight.grad = torch.ones_like(weight) if index in stepped else None
             set_options(self._optimizer.param_groups[index], options, exactly=True)
-        getattr(self._optimizer, method)()
+        self._optimizer.step()
         return [options_of(group) for group in self._optimizer.param_groups]
 
 
@@ -96,6 +95,11 @@ def check_elementwise(cls: type, make: Callable[[list[nn.Parameter]], torch.opti
     """
     if any(base.__name__ in _NAMES for base in cls.__mro__):
         raise _refusal(cls)
+    if all(callable(getattr(cls, mode, None)) for mode in _MODES):
+        raise InputError(
+            f"{cls.__name__} rewrites weights between training and evaluation, which shards cannot follow; use "
+            "torch.optim.AdamW with a schedule of its rate"
+        )
     with _trying(cls, "flat pieces of a weight"):
         return _Trial(cls, make).run()
 
@@ -119,7 +123,6 @@ def check_positions(cls: type, make: MakeOver, dims: Sequence[Sequence[int]]) ->
         optimizer = make(groups)
         for group in optimizer.param_groups:
             _raise(group)
-        _set_to_train(optimizer)
         for _ in range(_ALIKE_STEPS):
             for weight in (weight for group in groups for weight in group):
                 weight.grad = _small(weight.dim()).square_()
@@ -180,7 +183,6 @@ class _Trial:
         self._rehearsal = Rehearsal(lambda groups: make(groups[0]), 1)
         for optimizer in (self._whole, self._alone, self._guided):
             _raise(optimizer.param_groups[0])
-            _set_to_train(optimizer)
         self._start = options_of(self._whole.param_groups[0])
         self._largest = torch.full((sum(map(math.prod, _SHAPES)),), _LEAST, device="cpu")
         self._changed: set[str] = set()
@@ -195,11 +197,8 @@ class _Trial:
             for shard, pieces in zip(self._shards, _cut(gradients), strict=True):
                 for weight, piece in zip(shard, pieces, strict=True):
                     weight.grad = piece
-            self._call("step")
+            self._step()
             counts = _counts(self._whole) if counts is None else counts
-        if all(callable(getattr(self._whole, mode, None)) for mode in MODES):
-            for mode in ("eval", "eval", "train", "train"):
-                self._switch(mode)
         self._refuse_other_states(counts or {})
         return frozenset(self._changed - self._unforeseen)
 
@@ -238,39 +237,32 @@ class _Trial:
             )
         return drawn
 
-    def _call(self, method: str) -> bool:
-        """Calls a method of all three; returns whether it has changed options.
+    def _step(self) -> None:
+        """Steps all three.
 
         Raises:
             InputError: groups or weights of a shard differ from those of `_whole`.
         """
         group = self._whole.param_groups[0]
         before = options_of(group)
-        foreseen = self._rehearsal.after([before], [0], method)[0]
+        foreseen = self._rehearsal.after([before], [0])[0]
         kept = {key: value for key, value in before.items() if key not in self._unforeseen}
         again = {key: value for key, value in self._start.items() if key in self._unforeseen}
         set_options(self._guided.param_groups[0], {**kept, **again}, exactly=True)
         for optimizer in (self._whole, self._alone, self._guided):
-            getattr(optimizer, method)()
+            optimizer.step()
         after = options_of(group)
         by_weights = _differing(options_of(self._alone.param_groups[0]), after)
         if by_weights:
             names = ", ".join(map(repr, sorted(by_weights)))
             raise _refusal(
                 self._cls,
-                f"its {method} changes {names} of its groups in a way that depends on the weights, of which each shard "
+                f"its step changes {names} of its groups in a way that depends on the weights, of which each shard "
                 "has a part",
             )
-        changed = _differing(before, after)
-        self._changed |= changed
+        self._changed |= _differing(before, after)
         self._unforeseen |= _differing(foreseen, after)
         self._compare()
-        return bool(changed)
-
-    def _switch(self, mode: str) -> None:
-        before = [weight.detach().clone() for weight in self._weights]
-        if not self._call(mode) and not all(map(torch.equal, before, self._weights)):
-            raise _refusal(self._cls, f"its {mode}() rewrites weights without a mark in its groups")
 
     def _compare(self) -> None:
         mine = torch.cat([piece.detach() for shard in self._shards for piece in shard])
@@ -293,12 +285,6 @@ def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torc
     """Cuts tensors with the shapes of `_SHAPES` into two shards, flat and in separate memory."""
     first, *others = (tensor.detach().flatten().clone() for tensor in tensors)
     return [first[:_CUT].clone()], [first[_CUT:].clone(), *others]
-
-
-def _set_to_train(optimizer: torch.optim.Optimizer) -> None:
-    train = getattr(optimizer, "train", None)
-    if callable(train):
-        train()
 
 
 def _raise(group: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Held
-from elixir.memory_order import Order
 
 
 @dataclass
@@ -21,11 +20,9 @@ class Segment:
     """Its place in the parameter, in the chunk and in the shard."""
     group: int
     weights: nn.Parameter
-    """The tensor that is stepped: float32 master weights, or the weights themselves."""
+    """The flat tensor that is stepped: a part of the master weights, or of the weights themselves."""
     version: int
     """The version of the parameter when the segment was created."""
-    order: Order | None = None
-    """The order of the elements of `weights`, if that is the parameter itself."""
 
     def __post_init__(self) -> None:
         slot, part = self.held.slot, self.held.part
@@ -37,27 +34,20 @@ Arrived = list[tuple[Segment, torch.Tensor]]
 """The segments that got a gradient, each with it."""
 
 
-def cut_segments(
-    chunk: Chunk, master: torch.Tensor, group_of: Mapping[nn.Parameter, int], *, ordinary: bool = False
-) -> list[Segment]:
+def cut_segments(chunk: Chunk, master: torch.Tensor, group_of: Mapping[nn.Parameter, int]) -> list[Segment]:
     """The segments of this rank's shard that an optimizer steps, in order.
 
     Args:
         chunk: of the shard.
         master: the flat shard of weights or masters.
         group_of: the optimizer's parameters, with the number of their group.
-        ordinary: whether the model's own parameters are stepped, as in plain PyTorch.
     """
     segments = []
     for held in chunk.held.values():
-        slot, group = held.slot, group_of.get(held.slot.parameter)
-        if group is None or not slot.parameter.requires_grad:
-            continue
-        weights, order = slot.parameter, slot.order  # as in plain PyTorch: the same kernel and the same bits
-        if not (ordinary and slot.shape):
-            # A weight without dimensions gets this, too: its moments would look like a count of steps.
-            weights, order = nn.Parameter(master[held.part], requires_grad=True), None
-        segments.append(Segment(held, group, weights, slot.parameter._version, order))
+        parameter = held.slot.parameter
+        if parameter in group_of and parameter.requires_grad:
+            weights = nn.Parameter(master[held.part], requires_grad=True)
+            segments.append(Segment(held, group_of[parameter], weights, parameter._version))
     return segments
 
 

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.memory import Memory
-from elixir.chunk.state_window import MASTERS
 from elixir.errors import StateError
 from elixir.memory_order import shaped
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.early_update import EarlyUpdate, Inputs, second_set
-from elixir.wrapper.step.segments import Arrived, Segment, cut_segments
-from elixir.wrapper.step.states import BY_CLASS, MovedStates, SavedStates, States
+from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
+from elixir.wrapper.step.rules import BY_CLASS, Rule
+from elixir.wrapper.step.segments import Arrived, Segment, cut_segments, own_ranges
+from elixir.wrapper.step.states import Find, Kind, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
-
-
-class ShardState(enum.Enum):
-    """The current set of states. `Shard.begin_early`, `end_early`, `load` and `leave` change it.
-
-    Two questions are left to others, since this thread would have to wait for the answer: `Chunk.states` knows whether
-    work on the states is over, and `Chunk.stored` whether states on a disk are in memory.
-    """
-
-    AWAITED = "awaited"
-    """The shard is new under this plan, and the chunk's states under the previous plan come next. States that a class
-    has created meanwhile are dropped."""
-    STEADY = "steady"
-    """`states` will hold the result of the last submitted update."""
-    EARLY = "early"
-    """The state `STEADY` while an early update computes new states in `second`, which nothing else reads."""
-    LEFT = "left"
-    """The states belong to another shard of the chunk."""
-
-
-_NEXT = {
-    ShardState.AWAITED: (ShardState.STEADY, ShardState.LEFT),
-    ShardState.STEADY: (ShardState.EARLY, ShardState.STEADY, ShardState.LEFT),
-    ShardState.EARLY: (ShardState.STEADY,),
-    ShardState.LEFT: (),
-}
 
 
 class ShardGradients:
@@ -178,16 +153,44 @@ class WrittenWeights:
         self._data_writes = self._chunk.data_writes
 
 
+class _Make(Protocol):
+    def __call__(self, numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory: ...
+
+
+def _maker(arena: Arena, chunk: Chunk, kind: str) -> _Make:
+    """Makes memory where a chunk is updated, counted as a `kind`."""
+    home = chunk.plan.update_home
+
+    def make(numel: int, dtype: torch.dtype, *, pin: bool = False) -> Memory:
+        return arena.make(numel, dtype, home, kind, pin=pin, paged=True)
+
+    return make
+
+
+class Left(NamedTuple):
+    """The states of a chunk on their way to the homes of another plan."""
+
+    chunk: Chunk
+    rule: type[Rule]
+    states: States
+
+    def may_stay(self, chunk: Chunk, rule: Rule, kinds: Mapping[str, Kind]) -> bool:
+        """Whether a rule steps them where they are: their chunk has stayed, and they are of its kinds."""
+        return self.chunk is chunk and type(rule) is self.rule and kinds.items() <= self.states.kinds.items()
+
+
 class Shard:
-    """One optimizer's part of one chunk. Create it while masters and states are at hand (`Chunk.in_memory`).
+    """One optimizer's part of one chunk. Create it while masters and states are in memory (`Chunk.in_memory`).
 
     Args:
         engine: the engine of the chunk.
         user: the optimizer.
         chunk: the chunk.
+        before: what the shard of the same chunk has left under the previous plan; `States.copy_from` comes next, unless
+            this shard has its states.
     """
 
-    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk) -> None:
+    def __init__(self, engine: Engine, user: UserOptimizer, chunk: Chunk, before: Left | None = None) -> None:
         self._engine, self._user, self.chunk = engine, user, chunk
         brought = engine.gradients.by_chunk.get(chunk.index)
         self.gradients = ShardGradients(chunk, brought, [s for s in chunk.slots if s.parameter in user.group_of])
@@ -196,39 +199,32 @@ class Shard:
         self._separate = chunk.masters is not None
         chunk.follow_writes()  # writes between wrapping and now
         master = chunk.shard_weights if chunk.masters is None else chunk.masters
-        # One function steps moments in fewer bits, wherever gradients lie; float32 ones only if gradients lie together.
-        gathered = brought is not None or engine.plan.moments != "float32"
-        fuses = user.fuses and gathered and master.dtype == torch.float32
-        ordinary = not self._separate and not fuses and engine.is_ordinary(chunk)
-        segments = cut_segments(chunk, master, user.group_of, ordinary=ordinary)
-        self.state = ShardState.AWAITED if chunk.index in engine.leaving else ShardState.STEADY
+        self.rule: Rule = user.rule_for(chunk, master.dtype, gathered=brought is not None)
+        """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
-        empty = self.state is ShardState.AWAITED
-        self.states: States = user.states_over(chunk, master, segments, weights=weights, fuses=fuses, empty=empty)
-        """The current states."""
+        kinds, make = self.rule.kinds(master.dtype), _maker(engine.arena, chunk, "optimizer_states")
+        if before is not None and before.may_stay(chunk, self.rule, kinds):
+            self.states: States = before.states
+            self.states.point_to(master, weights)
+            self.states.count_in(make, engine.arena.count)
+        else:
+            self.states = States(
+                master,
+                cut_segments(chunk, master, user.group_of),
+                kinds,
+                own_ranges(chunk, user.group_of),
+                make,
+                stored=chunk.stored,
+                number=user.number,
+                weights=weights,
+            )
+            self.rule.attach(self.states)
         self.second: States | None = None
         """The states of early updates, allocated once there are states to copy."""
         self._early: EarlyUpdate | None = None
-        self._counted_states = chunk.stored is not None  # the extent counts them
-        self._counted_bytes = 0
-        self.writes = WrittenWeights(chunk, segments, user.group_of if self.gradients.are_at_home else ())
-        copied = {segment.place for segment in segments if segment.weights is not segment.source}
-        self.copied = [chunk.slots[place] for place in sorted(copied)]
-        """The parameters of which a copy is stepped, so that they must lie where their chunk does."""
-        self.move_to_extent()
-
-    def to(self, state: ShardState) -> None:
-        """Changes the state.
-
-        Raises:
-            StateError: the change is not allowed.
-        """
-        if state not in _NEXT[self.state]:
-            raise StateError(
-                f"rank {self.chunk.rank}: the shard of {self.chunk} cannot go from '{self.state.value}' to "
-                f"'{state.value}'"
-            )
-        self.state = state
+        self.writes = WrittenWeights(chunk, self.segments, user.group_of if self.gradients.are_at_home else ())
+        self.copied = [chunk.slots[segment.place] for segment in self.segments]
+        """The parameters that are stepped, so that they must lie where their chunk does."""
 
     @property
     def segments(self) -> list[Segment]:
@@ -243,79 +239,31 @@ class Shard:
     @property
     def has_all_states(self) -> bool:
         """Whether every segment has states of a step, and no step creates others."""
-        return self.states.is_predictable and all(self.states.has_stepped(segment) for segment in self.segments)
+        return self.rule.is_predictable and all(self.states.has_stepped(segment) for segment in self.segments)
 
     @property
     def skips_without_gradients(self) -> bool:
         """Whether a step without gradients does nothing."""
-        return self.states.is_predictable or not self.segments
+        return self.rule.is_predictable or not self.segments
 
     @property
     def accepts_tensor_factor(self) -> bool:
         """Whether the clip factor may be a tensor: the user's class steps autograd's gradients, all on the device."""
-        return not self.gradients.are_at_home and self.states.accepts_tensor_factor
+        return not self.gradients.are_at_home and self.rule.accepts_tensor_factor
 
-    def make_states(self, moved: MovedStates | None = None) -> bool:
-        """Allocates zero moments and counts of 0 now, as the first step would, but not if those that come next go on in
-        the memory that they have.
-
-        Returns False for a class that creates its states itself.
-        """
-        stay = moved is not None and moved.stay_for(self.states) is not None
-        made = self.states.make(allocate=not stay)
-        if made and self.segments and not stay:
-            self.count_states()
-        return made
-
-    def move_to_extent(self) -> None:
-        """Moves masters and states into the chunk's extent, if they live on a disk.
-
-        Tensors that lie there stay. States that a class has created have no place in the extent before this.
-        """
-        stored = self.chunk.stored
-        if stored is None:
-            return
-        stored.forget(self)
-        for segment in self.segments:
-            stored.show(self, segment.weights, MASTERS, segment.start)
-        for region, tensor, start in () if self.state is ShardState.AWAITED else self.states.memory():
-            if region is not None:
-                if not stored.has(region):
-                    stored.region(region, self.chunk.shard_numel, tensor.dtype)
-                stored.keep(self, tensor, region, start)
-
-    def leave(self) -> dict[str, tuple[States, Segment]]:
-        """Gives up the states: states and segment by parameter, for `MovedStates`. The shard lets go of the weights,
-        too."""
+    def leave(self) -> Left:
+        """Gives up the shard, whose chunk may be freed: its states, without weights and masters."""
         self.end_early(None)
-        self.to(ShardState.LEFT)
-        states, self.second = self.states, None
-        states.let_go()
-        del self.states
-        lacking = {segment.name for segment in states.without_states()}
-        return {segment.name: (states, segment) for segment in states.segments if segment.name not in lacking}
+        self.states.point_to(None)
+        return Left(self.chunk, type(self.rule), self.states)
 
-    def load(self, saved: SavedStates) -> set[str]:
-        """Loads other states; returns notes on inexact ones.
+    def load(self, find: Find, wait: Callable[[], None]) -> set[str]:
+        """Loads other states (`States.load`); returns notes on inexact ones.
 
-        Nothing else may read or step the chunk meanwhile. It must be at hand (`Chunk.in_memory`).
+        Nothing else may read or step the chunk meanwhile. It must be in memory (`Chunk.in_memory`).
         """
         self.end_early(None)
-        notes = self.states.load(saved)
-        self.to(ShardState.STEADY)
-        self.move_to_extent()
-        self.count_states()
-        return notes
-
-    def count_states(self) -> None:
-        """Counts the memory of the states that exist by now."""
-        if self._counted_states:
-            return
-        # Other segments may get a gradient later, and an unknown class may make more states in any step.
-        self._counted_states = self.states.is_predictable and not self.states.without_states()
-        nbytes = self.states.nbytes
-        self._engine.arena.count(nbytes - self._counted_bytes, self.chunk.plan.update_home, "optimizer_states")
-        self._counted_bytes = nbytes
+        return self.states.load(find, wait)
 
     def inputs(
         self, used: Collection[str], factor: float | torch.Tensor, options: list[dict[str, object]], *, in_place: bool
@@ -327,15 +275,14 @@ class Shard:
         return Inputs(arrived, self.gradients.whole, factor, options, writes, changes, in_place)
 
     def begin(self, states: States, inputs: Inputs) -> None:
-        """Runs the first part of a step that has a `States.turn`; for arguments see `step`."""
-        states.set_options(inputs.options)
-        states.begin(inputs.arrived, inputs.multiply_in_place(states.master.dtype))
+        """Runs the first part of a step that has a `Rule.turn`; for arguments see `step`."""
+        self.rule.begin(states, inputs, inputs.multiply_in_place(states.master.dtype))
 
     def begin_and_turn(self, states: States, inputs: Inputs) -> None:
         """Runs all but the last part of such a step; for arguments see `step`."""
         self.begin(states, inputs)
-        if states.turn is not None:
-            states.turn()
+        if self.rule.turn is not None:
+            self.rule.turn()
 
     def step(self, states: States, inputs: Inputs, staged: torch.Tensor | None = None) -> None:
         """Steps in place; the caller runs `copy_out` afterwards.
@@ -345,46 +292,23 @@ class Shard:
             inputs: the inputs of the step.
             staged: takes the shard's new weights in their dtype, from where a lane copies them to the device.
         """
-        arrived, factor = inputs.arrived, inputs.factor
-        if states.turn is None:  # otherwise `begin` has read the gradients
+        factor = inputs.factor
+        if self.rule.turn is None:  # otherwise `begin` has read the gradients
             factor = inputs.multiply_in_place(states.master.dtype)
-            states.set_options(inputs.options)
         out = staged
         if self._writes_itself:
             out = self.chunk.shard_weights if states.weights is None else states.weights
-        forms = states.step(arrived, inputs.gradients, factor, out)
-        if BY_CLASS in forms:
-            if out is not None:
-                self._copy(arrived, states.master, out)
-            self.move_to_extent()  # the first step of some classes creates states
+        forms = self.rule.step(states, inputs, factor, out)
+        if BY_CLASS in forms and out is not None:
+            self._copy(inputs.arrived, states.master, out)
         if self.chunk.plan.update_home == "host":
             self._engine.host_forms.extend(forms)
-        self.count_states()
-
-    def rewrite(self, method: str, options: list[dict[str, object]]) -> None:
-        """Rewrites the weights by a method of the user's class, such as schedule-free's ``eval``.
-
-        Nothing else may read or step the chunk meanwhile.
-
-        Args:
-            method: a method of the class.
-            options: hyperparameters by group.
-        """
-        self.writes.copy_to_masters()
-        self.chunk.about_to_write()
-        with self.chunk.in_memory(write=True):
-            self.states.set_options(options)
-            self.states.call(method)
-            arrived = [(segment, segment.weights.detach()) for segment in self.segments]
-            if self._separate:
-                self._copy(arrived, self.states.master, self.chunk.shard_weights)
-        self.writes.record_step(arrived, {slot.name for slot in self.chunk.slots})
 
     @property
     def _writes_itself(self) -> bool:
         """Whether the step itself writes the weights, since they lie where their masters do."""
         plan = self.chunk.plan
-        able = plan.update_home == "host" or not self.states.accepts_tensor_factor
+        able = plan.update_home == "host" or not self.rule.accepts_tensor_factor
         return able and self._separate and plan.weight_home == plan.update_home
 
     def copy_out(self, arrived: Arrived, rounded: torch.Tensor | None = None) -> Callable[[], None]:
@@ -405,21 +329,33 @@ class Shard:
         for segment, _ in arrived:  # other segments may be another optimizer's
             target[segment.part].copy_(source[segment.part], non_blocking=asynchronous)
 
+    # --- early updates ---------------------------------------------------------------------------------------------
+
     def make_second(self) -> bool:
-        """Allocates the second set of states if it can; whether it exists. It cannot before the first states exist, nor
-        if another optimizer steps a part of the shard."""
+        """Allocates the second set of states, and of the rounded weights, as the plan counts them; returns whether it
+        exists. It cannot if another optimizer steps a part of the shard, or if states cannot be copied."""
         chunk = self.chunk
         whole = bool(chunk.held) and len(chunk.held) == len(self.segments)
         if self.second is None and whole and self.states.can_copy:
-            self.second = second_set(chunk, self.states, self._engine.arena, self._user.group_of)
+            make = _maker(self._engine.arena, chunk, "new_states")
+            copied = chunk.masters is None or (chunk.plan.weight_home != "host" and not chunk.low_precision)
+            master = make(chunk.shard_numel, self.states.master.dtype, pin=copied).tensor
+            self.second = self.states.like(master, cut_segments(chunk, master, self._user.group_of), make)
+            self.rule.attach(self.second)
+            self.second.make()
+            if chunk.low_precision:
+                self.second.weights = make(chunk.shard_numel, chunk.dtype, pin=True).tensor
         return self.second is not None
 
     def begin_early(self, inputs: Inputs) -> EarlyUpdate:
-        """Begins an early update, which the caller submits. `make_second` must have returned True."""
-        if self.second is None:
-            raise StateError(f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states")
-        self.to(ShardState.EARLY)
-        self._early = EarlyUpdate(inputs, self.states, self.second, (self.gradients.memory, self.chunk.states))
+        """Begins an early update, which the caller submits. `make_second` must have returned True, and the last one
+        must have ended."""
+        if self.second is None or self._early is not None:
+            raise StateError(
+                f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states that is free"
+            )
+        reads = self.gradients.memory, self.chunk.states
+        self._early = EarlyUpdate(inputs, self.rule.step, self.states, self.second, reads)
         return self._early
 
     def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:
@@ -428,7 +364,6 @@ class Shard:
         early, self._early = self._early, None
         if early is None or self.second is None:
             return None
-        self.to(ShardState.STEADY)
         if inputs is None or not early.inputs.equal(inputs) or not early.keep():
             early.discard()
             return None

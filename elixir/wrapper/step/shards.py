@@ -8,14 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
-from elixir.chunk.state_window import StoredStates
+from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.models.inner_tensors import flat
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.segments import Segment
-from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.states import MovedStates, States
+from elixir.wrapper.step.shard import Left, Shard
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 logger = logging.getLogger(__name__)
@@ -35,8 +33,7 @@ class Shards:
     def __init__(self, engine: Engine, user: UserOptimizer) -> None:
         self._engine, self._user = engine, user
         self._by_chunk: dict[int, Shard] = {}
-        self._moving: dict[str, tuple[States, Segment]] = {}  # states given up by shards, by parameter
-        self._left: list[tuple[StoredStates, Shard]] = []  # shards whose states others have not taken over yet
+        self._left: dict[int, Left] = {}  # by chunk, states that no shard of this plan has taken over yet
         self._refuse_parameters()
 
     def __iter__(self) -> Iterator[Shard]:
@@ -48,72 +45,62 @@ class Shards:
 
     def make(self) -> None:
         """Creates all shards, with the states that the plan foresees."""
-        self._make_shards()
-        for shard in self:
-            self._make_states(shard)
+        for chunk in self._engine.chunks_by_use():
+            if chunk.plan.trainable:
+                with chunk.in_memory():
+                    self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk)
+                    if chunk.plan.update_home == "host":
+                        self._make_states(shard)
 
     def forget(self) -> None:
         """Takes all shards off their chunks, and drops states on their way to another home."""
-        left = [(shard.chunk.stored, shard) for shard in self if shard.chunk.stored is not None]
-        for stored, shard in (*left, *self._left):
-            stored.forget(shard)
-        for each in (self._by_chunk, self._moving, self._left):
-            each.clear()
+        for each in (*self, *self._left.values()):
+            each.states.forget()
+        self._by_chunk.clear()
+        self._left.clear()
 
     def make_states(self) -> None:
-        """Allocates all optimizer states before the first step; logs a class that cannot."""
-        made = [shard.make_states() for shard in self if shard.chunk.plan.state_home == "device"]
-        made += [self._make_states(shard) for shard in self]
-        if not all(made):
-            logger.info(
-                "init_step=True has no effect: %s makes its states in its first step", type(self._user.given).__name__
-            )
+        """Allocates all optimizer states before the first step."""
+        for shard in self:
+            if shard.chunk.plan.update_home == "device":
+                shard.states.make()
 
     def leave(self) -> None:
         """Takes the states off the chunks; no chunk is stepped until `arrive`."""
-        for shard in self:
-            # `self._moving` may still have states that no shard could take over; they are still where they were.
-            self._moving = shard.leave() | self._moving
-            if shard.chunk.stored is not None:
-                self._left.append((shard.chunk.stored, shard))
-        self._by_chunk.clear()
+        while self._by_chunk:
+            index, shard = self._by_chunk.popitem()
+            left = shard.leave()
+            # Others may still be there, which this shard could not take over; they are still where they were.
+            if self._left.setdefault(index, left).states is not left.states:
+                left.states.forget()
 
     def arrive(self) -> None:
-        """Loads the states that `leave` has taken, under the engine's current plan, one by one."""
-        self._make_shards()
-        passes = {slot.name for _, shard in self._left for slot in shard.chunk.slots}
-        for shard in self:
-            leaving = self._engine.leaving.get(shard.chunk.index)
-            left = contextlib.nullcontext() if leaving is None else leaving.in_memory()
-            with left, shard.chunk.in_memory(write=True):
-                mine = {each.name: self._moving[each.name] for each in shard.segments if each.name in self._moving}
-                moved = MovedStates(mine, passes)
-                self._make_states(shard, moved)
-                shard.load(moved)
-            for segment in shard.segments:  # only now, since the write to a disk at the end of `in_memory` may fail
-                self._moving.pop(segment.name, None)
-            give_back_freed()  # or all states would be there twice
-        while self._left:
-            stored, shard = self._left.pop()
-            stored.forget(shard)
-
-    def _make_shards(self) -> None:
+        """Takes over the states that `leave` has taken, under the engine's current plan, one by one."""
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
-                with chunk.in_memory(makes_states=self._user.begins_with_states):
-                    self._by_chunk[chunk.index] = Shard(self._engine, self._user, chunk)
+                before = self._left[chunk.index].states
+                self._arrive(chunk, self._left[chunk.index])
+                # Only now, since the write to a disk at the end of `in_memory` may fail.
+                del self._left[chunk.index]
+                if before is not self._by_chunk[chunk.index].states:
+                    before.forget()
+                del before
+                give_back_freed()  # or all states would be there twice
 
-    def _make_states(self, shard: Shard, moved: MovedStates | None = None) -> bool:
-        """Calls `Shard.make_states` on the threads that step them, so that memory is close to their cores."""
-        made = [True]
-        if shard.chunk.stored is not None:
-            with shard.chunk.in_memory():
-                made.append(shard.make_states(moved))
-                shard.move_to_extent()
-        elif shard.chunk.plan.state_home == "host":
-            # This thread may read or move the states next. If memory is too small, wrapping must raise.
-            self._engine.lanes.host_adam.submit(lambda: made.append(shard.make_states(moved))).synchronize()
-        return made[-1]
+    def _arrive(self, chunk: Chunk, before: Left) -> None:
+        leaving = self._engine.leaving.get(chunk.index)
+        left = contextlib.nullcontext() if leaving is None else leaving.in_memory()
+        with left, chunk.in_memory(write=True):
+            self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk, before)
+            if chunk.plan.update_home == "host":
+                self._make_states(shard)
+            if shard.states is not before.states:
+                shard.states.copy_from(before.states)
+
+    def _make_states(self, shard: Shard) -> None:
+        """Allocates states on the threads that step them, so that memory is close to their cores."""
+        # This thread may read or move the states next. If memory is too small, wrapping must raise.
+        self._engine.lanes.host_adam.submit(shard.states.make).synchronize()
 
     def _refuse_parameters(self) -> None:
         own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}

@@ -1,37 +1,53 @@
-"""`States`: the optimizer states of one shard, and the step over them.
+"""`States`: what one optimizer keeps for one shard of a chunk, and the one way to read and write it.
 
-`ClassStates` belong to an optimizer class of the user and are kept by parameter; `FusedStates` are those of Adam in one
-pass over the shard. Code that moves, saves, loads or copies states uses this interface for both.
-
-A kind is a key of torch's per-parameter state, such as ``exp_avg``. Elementwise states are tensors over a part of the
-flattened parameter. Counts of steps and other scalars belong to the parameter as a whole.
+Elementwise states of a kind, such as ``exp_avg``, lie in one flat tensor, in the order in which the shard has the
+elements, wherever the shard's states live. Counts of steps and other numbers belong to a parameter as a whole. A rule
+(`elixir.wrapper.step.rules`) says which kinds there are, and steps them. All that saves, loads, moves or copies states
+does it here, whatever the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import torch
 
+from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Held
-from elixir.chunk.state_window import StoredStates
+from elixir.chunk.memory import Count, Memory
+from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
-from elixir.memory_order import Order, flattened, shaped
+from elixir.kernels.adam.moments import Moments, read_moments, write_moments
+from elixir.memory_order import Order
+from elixir.optimizer_states import check_kind
 from elixir.units import dtype_name
-from elixir.wrapper.step.segments import Arrived, Segment
+from elixir.wrapper.step.segments import Segment
 
 SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
 ADAM_KINDS = ("exp_avg", "exp_avg_sq")
-BY_CLASS = "by its class"
-"""The form of a step by the user's own class."""
+_PIECE_NUMEL = 2**20
+"""Elements that are encoded at once: 4 MiB of float32, whole blocks of codes."""
 
-MakeMemory = Callable[[int, torch.dtype], torch.Tensor]
-"""Allocates a flat tensor, given number of elements and dtype."""
+MakeMemory = Callable[[int, torch.dtype], Memory]
+"""Allocates a flat tensor of zeros, given number of elements and dtype."""
+
+
+class Kind(NamedTuple):
+    """A kind of elementwise state."""
+
+    dtype: torch.dtype
+    width: int = 1
+    """Elements of the shard per element of this kind: more than one for scales."""
+    block: int = 1
+    """Elements that share a scale; of codes, which are padded to whole blocks, more than one."""
+
+    def numel(self, numel: int) -> int:
+        """Elements of this kind for so many elements of the shard."""
+        return -(-numel // (self.width * self.block)) * self.block
 
 
 @dataclass(frozen=True)
@@ -42,26 +58,27 @@ class StateTensor:
     held: Held
     """The part of the parameter."""
     tensor: torch.Tensor
-    """The live elements, flat; of a tensor on a disk only while the chunk is at hand."""
-    order: Order | None
-    """The order of the elements in the parameter."""
-    region: str
+    """The live elements, flat; of a tensor on a disk only while the chunk is in memory."""
+    region: str = MASTERS
     """The name of its region in an extent, if it lives on a disk."""
-    start: int
+    start: int = 0
     """Its first element in that region."""
     extent: StoredStates | None = None
     """The extent that holds it, if it lives on a disk."""
     has_codes: bool = False
     """Whether these are 8-bit codes, in blocks that count from the beginning of the parameter."""
     width: int = 1
-    """Elements of the parameter per element of this tensor: more than one for scales."""
-    keeps_dtype: bool = True
-    """Whether the state keeps its dtype in every home. For Adam in one pass the plan gives the dtype."""
+    """See `Kind`."""
 
     @property
     def name(self) -> str:
         """The name of the parameter."""
         return self.held.slot.name
+
+    @property
+    def order(self) -> Order | None:
+        """The order of the elements in the parameter."""
+        return self.held.slot.order if self.width == 1 else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,192 +107,368 @@ class StateTensor:
             return self.tensor[first:stop]
         return self.extent.read(self.region, self.start + first, self.start + stop)
 
-    def in_chunk(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` of this tensor, flat, in the element order of the chunk."""
-        slot = self.held.slot
-        if self.order == slot.order or self.width > 1:
-            return values
-        return flattened(shaped(values, slot.shape, self.order), slot.order)  # such a tensor covers the whole parameter
-
 
 @dataclass
 class SmallStates:
-    """The states of a parameter that are not elementwise: counts and other scalars."""
+    """The states of a parameter that are not elementwise: counts and other numbers."""
 
     step: int | None = None
     others: dict[str, Any] = field(default_factory=dict)
     """Kind -> number, or (dtype, number) for a tensor without dimensions."""
-    are_live: bool = False
-    """Whether `others` holds the optimizer's own objects instead."""
 
 
-class StateForm(NamedTuple):
-    """The form in which an elementwise state of a parameter is saved."""
+class SavedState(NamedTuple):
+    """An elementwise state of a parameter, as it was saved."""
 
     dtype: torch.dtype
-    """The dtype of the state, or of its codes if it has any."""
-    order: Order | None
-    """The order of its elements, whatever the order in which the parameter has them here."""
+    """The dtype of the elements, or of their codes."""
+    fill: Callable[[int, torch.Tensor], None]
+    """Begins to fill a flat tensor with the elements from a first one on, in the order in which the chunk has them and
+    in the dtype of the tensor; codes only if there are `scales`."""
     has_codes: bool = False
-    """Whether it is saved as codes of 8 bits."""
-    held: Callable[[], torch.Tensor] | None = None
-    """Gives the elements of this rank, flat, in memory to keep: the state goes on in its dtype. If None,
-    `SavedStates.fill` copies it."""
+    """Whether it was saved as codes of 8 bits."""
+    scales: Callable[[int, torch.Tensor], None] | None = None
+    """Fills the scales of codes that lie in the order of the chunk, so that they can go on as they are."""
 
     @property
-    def name(self) -> str:
-        """The form in words: a dtype, or 8bit."""
+    def form(self) -> str:
+        """How it was saved, in words: a dtype, or 8bit."""
         return "8bit" if self.has_codes else dtype_name(self.dtype)
 
-    def rounded_to(self, mine: str) -> str:
-        """The note on a state that is kept in the form `mine` here."""
-        return f"moments saved in {self.name} are kept in {mine} here, to the nearest value"
 
-    def dtype_in(self, segment: Segment) -> torch.dtype:
-        """The dtype in which the state goes on: its own if held, otherwise at least as wide as that of the weights."""
-        if self.held is not None:
-            return self.dtype
-        weights = segment.weights.dtype
-        narrow = self.dtype.is_floating_point and self.dtype.itemsize < weights.itemsize
-        return weights if narrow or self.has_codes else self.dtype
+class SavedStates(NamedTuple):
+    """The states of a parameter, as they were saved."""
+
+    tensors: Mapping[str, SavedState]
+    """By kind."""
+    numbers: SmallStates
 
 
-class SavedStates(Protocol):
-    """Saved states to go on from, by parameter. An implementation inherits from it."""
-
-    def forms(self, name: str) -> Mapping[str, StateForm]:
-        """The elementwise states of a parameter by kind, without the scales of codes; empty if it has no state."""
-
-    def small(self, name: str) -> SmallStates:
-        """The other states of a parameter."""
-
-    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """Begins to fill `out`, flat, with the elements from `start` on, in the order in which the parameter has them
-        here and in the dtype of `out`; codes only in their own dtype. `filled` ends it."""
-
-    def filled(self) -> None:
-        """Waits for all that `fill` has begun; raises what went wrong with it."""
+Find = Callable[[str], SavedStates | None]
+"""Finds the saved states of a parameter; None if it has none."""
 
 
-class States(Protocol):
-    """The states of one optimizer for one shard. Use them while masters and states are at hand (`Chunk.in_memory`).
+class States:
+    """States of one optimizer for one shard. Use them while masters and states are in memory (`Chunk.in_memory`).
 
-    An implementation inherits from it.
+    Args:
+        master: the flat shard that is stepped: masters or the weights themselves.
+        segments: the parts of the shard that this optimizer steps, in order.
+        kinds: the kinds of elementwise states; more may be added.
+        ranges: the ranges of the shard that have states, in order.
+        make: allocates the flat tensor of a kind.
+        stored: has the states, if they live on a disk.
+        number: of the optimizer: those of a chunk share its extent.
+        weights: takes the rounded weights of the whole shard, if a step writes them.
     """
 
-    master: torch.Tensor
-    """The flat shard that is stepped: masters or the weights themselves."""
-    segments: list[Segment]
-    """The parts of the shard that this optimizer steps, in order."""
-    weights: torch.Tensor | None
-    """The rounded weights of the whole shard, if a step writes them; otherwise None."""
-    accepts_tensor_factor: bool
-    """Whether the factor of a step may be a tensor on the device."""
-
-    is_predictable: bool
-    """Whether a step without a gradient does nothing, and the first one with a gradient creates all states of a
-    segment."""
-
-    def set_options(self, options: list[dict[str, Any]]) -> None:
-        """Sets hyperparameters, by group."""
-
-    def step(
+    def __init__(
         self,
-        arrived: Arrived,
-        gradients: torch.Tensor | None,
-        factor: float | torch.Tensor,
-        weight_out: torch.Tensor | None,
-        into: Self | None = None,
-    ) -> set[str]:
-        """Runs one step.
+        master: torch.Tensor,
+        segments: list[Segment],
+        kinds: Mapping[str, Kind],
+        ranges: Sequence[slice],
+        make: MakeMemory,
+        *,
+        stored: StoredStates | None = None,
+        number: int = 0,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        self.master, self.segments, self.weights = master, segments, weights
+        self.kinds, self._ranges, self._make = dict(kinds), ranges, make
+        self._stored, self._number = stored, number
+        self._numel = sum(each.stop - each.start for each in ranges)
+        # By place of a segment, the elements of the shard before it that have no states.
+        self._lacking = {segment.place: _lacking(ranges, segment.start) for segment in segments}
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Kind -> all its elements; only those that exist by now."""
+        self._memories: list[Memory] = []
+        self._views: dict[tuple[str, int], torch.Tensor] = {}  # by kind and place, what a class finds
+        self.optimizer: torch.optim.Optimizer | None = None
+        """The optimizer of the user's class that steps the segments, if one does."""
+        self.by_weights: MutableMapping[torch.Tensor, dict[str, Any]] = {}
+        """Weights of a segment -> its numbers, and for a class its elementwise states, in torch's form."""
+        if stored is not None:
+            for segment in segments:
+                stored.show(self, segment.weights, MASTERS, segment.start)
 
-        Args:
-            arrived: the segments that got a gradient, each with its flat gradient.
-            gradients: the gradients of the whole shard, if they lie in one tensor.
-            factor: multiplies the gradients first; a tensor only if `accepts_tensor_factor`.
-            weight_out: takes the new weights of the shard, flat, in its dtype, if the same pass can write them.
-            into: takes the new states, and these stay unchanged; made by `empty_like`. `arrived` then has all segments.
+    # --- memory ----------------------------------------------------------------------------------------------------
 
-        Returns:
-            The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
-        """
+    def make(self) -> None:
+        """Allocates all kinds, as zeros, that are not there yet."""
+        for kind in self.kinds if self.segments else ():
+            self.tensor(kind)
 
-    exchanged_bytes: int = 0
-    """Bytes that this rank receives from others in each step."""
-    turn: Callable[[], None] | None = None
-    """Work between `begin` and `step`, on the lane of the network; None if `step` does it all."""
+    def tensor(self, kind: str) -> torch.Tensor:
+        """All elements of a kind, flat; allocated at the first use."""
+        found = self.tensors.get(kind)
+        if found is None:
+            each = self.kinds[kind]
+            numel = each.numel(self._numel)
+            if self._stored is None:
+                self._memories.append(self._make(numel, each.dtype))
+                found = self._memories[-1].tensor
+            else:
+                found = self._stored.region(self._region(kind), numel, each.dtype)
+                self._stored.show(self, found, self._region(kind))
+            self.tensors[kind] = found
+        return found
 
-    def begin(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
-        """Runs the first part of a step with a `turn`, before which `factor` multiplies the gradients."""
-        return
+    def place(self, kind: str, segment: Segment) -> slice:
+        """The part of `tensor` that belongs to a segment."""
+        first, width = segment.start - self._lacking[segment.place], self.kinds[kind].width
+        return slice(first // width, -(-(first + segment.held.numel) // width))
 
-    shares_call: bool = False
-    """Whether one call of the class may step several shards."""
+    def part(self, kind: str, segment: Segment) -> torch.Tensor:
+        """The elements of a kind that belong to a segment, flat."""
+        return self.tensor(kind)[self.place(kind, segment)]
 
-    def with_gradients(self, arrived: Arrived) -> AbstractContextManager[None]:
-        """Sets the gradients for a call of the class. If `shares_call`, several may be entered before one call."""
-        return nullcontext()
+    def moments(self, segment: Segment) -> Moments:
+        """Adam's moments, in which a segment and its neighbours of the same range have their positions in the shard."""
+        kind = self.kinds["exp_avg"]
+        form = check_kind("8bit" if kind.block > 1 else dtype_name(kind.dtype))
+        return Moments(form, **{each: self.tensor(each) for each in self.kinds}, first=self._lacking[segment.place])
 
-    def call(self, method: str) -> None:
-        """Calls a method of the class, such as schedule-free's ``eval``; does nothing if no class steps."""
-        return
+    def _region(self, kind: str) -> str:
+        """The name of a region. Each optimizer has separate regions, with the states of its parameters alone."""
+        own = f" of optimizer {self._number}" if self._number else ""
+        return f"{kind}{own} {dtype_name(self.kinds[kind].dtype)}"
 
-    memory_kind: tuple[object, ...] | None = None
-    """The kind of memory and the form of all states of the shard. Those of an equal kind may go on in their memory, but
-    not with None."""
+    def count_in(self, make: MakeMemory, count: Count) -> None:
+        """Allocates and counts the memory elsewhere from here on, as under another plan."""
+        self._make = make
+        for memory in self._memories:
+            memory.count_by(count, "optimizer_states")  # it may have been a second set
 
-    def make(self, *, allocate: bool = True) -> bool:
-        """Creates the states of zero steps now; returns False if only the first step of a class can.
+    def point_to(self, master: torch.Tensor | None, weights: torch.Tensor | None = None) -> None:
+        """Steps other memory from here on; none, so that it can be freed, if there is no master."""
+        self.master, self.weights = self.master.new_empty(0) if master is None else master, weights
+        for segment in self.segments if self._stored is None else ():
+            segment.weights.data = self.master if master is None else master[segment.part]
 
-        Without `allocate` only notes it: `load` brings states that go on in their memory (`MovedStates.stay_for`).
-        """
+    def forget(self) -> None:
+        """Takes its tensors out of an extent, and out of an optimizer that steps other shards, too."""
+        if self._stored is not None:
+            self._stored.forget(self)
+        for segment in self.segments:
+            self.by_weights.pop(segment.weights, None)
 
-    @property
-    def can_copy(self) -> bool:
-        """Whether states exist by now, and all of them can be copied."""
-        return True
+    def like(self, master: torch.Tensor, segments: list[Segment], make: MakeMemory) -> States:
+        """Another set of such states over other memory, which `copy_from` or a step fills."""
+        return States(master, segments, self.kinds, self._ranges, make)
 
-    def empty_like(self, master: torch.Tensor, segments: list[Segment], memory: MakeMemory) -> Self:
-        """Returns another set of such states over other memory, which `step` or `copy_from` fills. Needs `can_copy`."""
+    # --- what there is ---------------------------------------------------------------------------------------------
 
-    def copy_from(self, other: Self) -> None:
-        """Copies the values of another set over the same segments, and its master."""
-
-    def tensors(self, *, moving: bool = False) -> Iterator[StateTensor]:
-        """The elementwise states of stepped segments, as views of live memory. With `moving`, also states that were
-        created before the first step, and copies of expanded tensors."""
-
-    def widened(self, each: StateTensor) -> torch.Tensor:
-        """The values of one of `tensors`, except scales, in float32 or wider."""
-
-    def scalars(self, segment: Segment) -> dict[str, Any]:
-        """The other states of a segment; empty if it has not been stepped."""
-
-    def memory(self) -> Iterator[tuple[str | None, torch.Tensor, int]]:
-        """Every elementwise tensor that is kept: its region in an extent (None if no extent takes it), the tensor, its
-        first element there."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors of `memory`."""
-        return sum(tensor.nbytes for _, tensor, _ in self.memory())
+    def state_of(self, segment: Segment) -> dict[str, Any]:
+        """The state of a segment, in torch's form; empty if there is none."""
+        return self.by_weights.get(segment.weights, {})
 
     def has_stepped(self, segment: Segment) -> bool:
         """Whether a segment has been stepped; states that were only created ahead do not count."""
+        state = self.state_of(segment)
+        step = state.get("step")
+        return bool(state) and (step is None or bool(step > 0))
 
-    def without_states(self) -> list[Segment]:
-        """The segments that have no states."""
-        return []
+    def kinds_of(self, segment: Segment) -> list[str]:
+        """The kinds of elementwise states of a segment."""
+        state = self.state_of(segment)
+        if self.optimizer is None:
+            return list(self.kinds) if state else []
+        views = {kind: self._views.get((kind, segment.place)) for kind in self.kinds}
+        return [kind for kind, view in views.items() if view is not None and state.get(kind) is view]
 
-    def load(self, saved: SavedStates) -> set[str]:
-        """Loads saved states and clears the others; returns notes on inexact ones."""
+    @property
+    def can_copy(self) -> bool:
+        """Whether all states can be copied."""
+        kinds = (torch.Tensor, bool, int, float, type(None))
+        return all(isinstance(value, kinds) for each in self.segments for value in self.state_of(each).values())
 
-    def let_go(self) -> None:
-        """Lets go of weights and masters; `tensors` and `scalars` still show the states."""
-        self.master, self.weights = self.master.new_empty(0), None
+    def numbers(self, segment: Segment) -> dict[str, Any]:
+        """The states of a segment that are not elementwise."""
+        mine = self.kinds_of(segment)
+        return {kind: value for kind, value in self.state_of(segment).items() if kind not in mine}
+
+    def parts(self) -> Iterator[StateTensor]:
+        """The elementwise states of stepped segments, as views of live memory."""
+        for segment in filter(self.has_stepped, self.segments):
+            for kind in self.kinds_of(segment):
+                place, each = self.place(kind, segment), self.kinds[kind]
+                where = self._region(kind), place.start, self._stored
+                tensor = self.tensor(kind)[place]
+                yield StateTensor(kind, segment.held, tensor, *where, has_codes=each.block > 1, width=each.width)
+
+    def read(self, kind: str, segment: Segment) -> torch.Tensor:
+        """The elements of a kind, but no scales: codes as what they stand for."""
+        if self.kinds[kind].block == 1:
+            return self.part(kind, segment)
+        both = read_moments(self.moments(segment), segment.held.numel, segment.start)
+        return both[ADAM_KINDS.index(kind)]
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, segment: Segment, kinds: Iterable[str], numbers: Mapping[str, Any]) -> None:
+        """Gives a segment states: those of some kinds, with what lies in their memory, and numbers."""
+        state = {kind: self._view(kind, segment) for kind in kinds} if self.optimizer is not None else {}
+        group = {} if self.optimizer is None else self.optimizer.param_groups[segment.group]
+        for kind, value in numbers.items():
+            state[kind] = value
+            if isinstance(value, torch.Tensor):  # a fused step reads numbers on the device
+                there = value.dim() or group.get("fused")
+                state[kind] = value.to(segment.weights.device if there else "cpu", copy=True)
+        self.by_weights[segment.weights] = state
+
+    def _view(self, kind: str, segment: Segment) -> torch.Tensor:
+        """The tensor that a class finds as a state of a segment, always the same one."""
+        found = self._views.get((kind, segment.place))
+        if found is None:
+            found = self._views[kind, segment.place] = self.part(kind, segment)
+            if self._stored is not None:
+                self._stored.show(self, found, self._region(kind), self.place(kind, segment).start)
+        return found
+
+    def adopt(self, segment: Segment) -> None:
+        """Moves elementwise states that a class has made elsewhere to their place."""
+        state = self.state_of(segment)
+        for kind, value in state.items():
+            if self._views.get((kind, segment.place)) is not value and is_elementwise(kind, value, segment.weights):
+                self.take(kind, segment, value, 0)
+                state[kind] = self._view(kind, segment)
+
+    def take(self, kind: str, segment: Segment, values: torch.Tensor, first: int) -> None:
+        """Takes values that a class has made, for the elements of a segment from `first` on."""
+        mine = self.kinds.setdefault(kind, Kind(values.dtype))
+        if mine.dtype != values.dtype:
+            raise InputError(
+                f"state {kind!r} of {segment.name} is {dtype_name(values.dtype)}, of other weights "
+                f"{dtype_name(mine.dtype)}; a class keeps each kind of state in one dtype"
+            )
+        self.part(kind, segment)[first : first + values.numel()].copy_(values.detach())
+
+    def copy_from(self, other: States) -> None:
+        """Takes the states of another set over the same part of a chunk, in any home and form."""
+        if any(self.kinds.get(kind, each) != each for kind, each in other.kinds.items()):
+            self.load(other.saved(), lambda: None)
+            return
+        self.kinds |= other.kinds
+        for kind in other.tensors:
+            self.tensor(kind).copy_(other.tensor(kind))
+        theirs = {segment.place: segment for segment in other.segments}
         for segment in self.segments:
-            if segment.weights is not segment.source:  # the shape stays, since it tells which states are elementwise
-                segment.weights.data = segment.weights.new_empty(()).expand(segment.weights.shape)
+            source = theirs.get(segment.place)
+            if source is None or source.weights not in other.by_weights:
+                self.by_weights.pop(segment.weights, None)
+            else:
+                self.put(segment, other.kinds_of(source), other.numbers(source))
+
+    def become(self, other: States) -> None:
+        """Takes master and states of another set, in memory of the same form."""
+        self.master.copy_(other.master)
+        self.copy_from(other)
+
+    def saved(self) -> Find:
+        """These states as saved ones."""
+        small, by_name = small_states(self), {segment.name: segment for segment in self.segments}
+
+        def fill(kind: str, segment: Segment, first: int, out: torch.Tensor) -> None:
+            own = first - segment.first
+            out.copy_(self.read(kind, segment)[own : own + out.numel()])
+
+        def find(name: str) -> SavedStates | None:
+            if name not in small or name not in by_name:
+                return None
+            segment, tensors = by_name[name], {}
+            for kind in self.kinds_of(segment):
+                mine = self.kinds[kind]
+                if mine.width == 1:
+                    tensors[kind] = SavedState(mine.dtype, partial(fill, kind, segment), mine.block > 1)
+            return SavedStates(tensors, small[name])
+
+        return find
+
+    def load(self, find: Find, wait: Callable[[], None]) -> set[str]:
+        """Takes saved states, and forgets all others; returns notes on inexact ones.
+
+        Args:
+            find: finds them.
+            wait: waits for all that `SavedState.fill` has begun; raises what went wrong with it.
+        """
+        notes: set[str] = set()
+        found = {segment.place: find(segment.name) for segment in self.segments}
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        for segment in self.segments:
+            self.by_weights.pop(segment.weights, None)
+            saved = found[segment.place]
+            if saved is None:
+                continue
+            for kind, each in saved.tensors.items() if self.optimizer is not None else ():
+                # A class takes what it does not make itself: other options may have made it.
+                self.kinds.setdefault(kind, Kind(torch.float32 if each.has_codes else each.dtype))
+            notes |= self._fill(segment, saved.tensors, wait)
+            if saved.tensors or self.optimizer is not None:
+                self.put(segment, saved.tensors, self._as_kept(segment, saved.numbers))
+        wait()
+        return notes
+
+    def _fill(self, segment: Segment, saved: Mapping[str, SavedState], wait: Callable[[], None]) -> set[str]:
+        """Fills the states of a segment; returns notes on those that are kept in another form."""
+        mine = {kind: saved[kind] for kind in self.kinds if kind in saved}
+        notes = set()
+        for kind, each in mine.items():
+            own = self.kinds[kind]
+            form = "8bit" if own.block > 1 else dtype_name(own.dtype)
+            encodes = own.block > 1 and each.scales is None
+            if each.form != form or encodes:
+                notes.add(f"moments saved in {each.form} are kept in {form} here, to the nearest value")
+            if encodes:
+                self._encode(segment, mine, wait)
+                break
+            each.fill(segment.first, self.part(kind, segment))
+            if own.block > 1 and each.scales is not None:
+                scales = kind + SCALE_SUFFIX
+                each.scales(segment.first // self.kinds[scales].width, self.part(scales, segment))
+        return notes
+
+    def _encode(self, segment: Segment, saved: Mapping[str, SavedState], wait: Callable[[], None]) -> None:
+        """Fills Adam's moments in 8 bits from others, in pieces that end between blocks: each is rounded once."""
+        moments, at, stop = self.moments(segment), segment.start, segment.part.stop
+        while at < stop:
+            end = min(stop, (at // _PIECE_NUMEL + 1) * _PIECE_NUMEL)
+            pair = [torch.empty(end - at, dtype=torch.float32, device="cpu") for _ in ADAM_KINDS]
+            for kind, values in zip(ADAM_KINDS, pair, strict=True):
+                saved[kind].fill(segment.first + at - segment.start, values)
+            wait()
+            write_moments(moments, at, *(values.to(self.master.device) for values in pair))
+            at = end
+
+    def _as_kept(self, segment: Segment, small: SmallStates) -> dict[str, Any]:
+        """Saved numbers as an optimizer keeps them."""
+        found = {kind: scalar_state(value) for kind, value in small.others.items()}
+        if self.optimizer is None:
+            return {"step": torch.tensor(float(small.step or 0), dtype=torch.float32, device="cpu")}
+        if small.step is not None and "step" not in found:
+            fused = self.optimizer.param_groups[segment.group].get("fused")
+            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
+            found["step"] = torch.tensor(float(small.step), dtype=dtype, device="cpu")
+        return found
+
+
+def is_elementwise(kind: str, value: Any, weights: torch.Tensor) -> bool:
+    """Whether a state that a class has made has an element for each one of the weights."""
+    return kind != "step" and isinstance(value, torch.Tensor) and value.shape == weights.shape
+
+
+def wide_dtype(kind: Kind) -> torch.dtype:
+    """The dtype of states in a state dict: at least float32."""
+    if kind.block > 1:
+        return torch.float32
+    wide = kind.dtype.is_floating_point and kind.dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if wide else kind.dtype
+
+
+def _lacking(ranges: Sequence[slice], start: int) -> int:
+    """The number of elements before `start` that are in none of the ranges."""
+    return start - sum(int(min(start, each.stop) - min(start, each.start)) for each in ranges)
 
 
 def small_states(states: States) -> dict[str, SmallStates]:
@@ -289,7 +482,7 @@ def small_states(states: States) -> dict[str, SmallStates]:
 
 def _small(states: States, segment: Segment) -> SmallStates:
     small = SmallStates()
-    for kind, value in states.scalars(segment).items():
+    for kind, value in states.numbers(segment).items():
         if kind == "step":
             small.step = _count(value, segment.name)
             if isinstance(value, torch.Tensor):
@@ -321,67 +514,3 @@ def _count(value: Any, name: str) -> int:
     if number != int(number):
         raise InputError(f"state 'step' of {name} is {number}, expected a whole number")
     return int(number)
-
-
-class MovedStates(SavedStates):
-    """States that move to another home of their chunk.
-
-    Args:
-        left: by parameter, the states after `States.let_go`, and their segment.
-        passes: parameters whose states lie in buffers that other chunks use next, so that they must be copied.
-    """
-
-    def __init__(self, left: Mapping[str, tuple[States, Segment]], passes: Collection[str]) -> None:
-        self._left, self._passes = left, passes
-        self._found: dict[str, dict[str, StateTensor]] = {}
-        self._wide: dict[str, tuple[str, torch.Tensor]] = {}  # by kind, the last parameter and its values
-
-    def stay_for(self, states: States) -> States | None:
-        """The states that go on in their memory as all those of `states`; None if others have to be allocated."""
-        found = [self._left[each.name][0] for each in states.segments if each.name in self._left]
-        if len(found) < len(states.segments) or any(each is not found[0] for each in found) or not found:
-            return None
-        passes = any(each.name in self._passes for each in states.segments)
-        same = states.memory_kind is not None and found[0].memory_kind == states.memory_kind
-        return found[0] if same and not passes else None
-
-    def _tensors(self, name: str) -> dict[str, StateTensor]:
-        if name not in self._found and name in self._left:
-            for each in self._left[name][0].tensors(moving=True):
-                self._found.setdefault(each.name, {})[each.kind] = each
-        return self._found.get(name, {})
-
-    def forms(self, name: str) -> Mapping[str, StateForm]:
-        """See `SavedStates`."""
-        return {
-            kind: StateForm(
-                each.dtype, each.order, each.has_codes, partial(self._held, each) if each.keeps_dtype else None
-            )
-            for kind, each in self._tensors(name).items()
-            if each.width == 1
-        }
-
-    def small(self, name: str) -> SmallStates:
-        """See `SavedStates`; tensors stay tensors."""
-        left = self._left.get(name)
-        scalars = {} if left is None else left[0].scalars(left[1])
-        step = scalars.get("step")
-        return SmallStates(None if step is None else int(step), scalars, are_live=True)
-
-    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """See `SavedStates`."""
-        each = self._tensors(name)[kind]
-        values = each.tensor
-        if values.dtype != out.dtype:
-            known, values = self._wide.get(kind, ("", values))
-            if known != name:
-                values = self._left[name][0].widened(each)
-                self._wide[kind] = name, values
-        first = start - each.first
-        out.copy_(each.in_chunk(values)[first : first + out.numel()])
-
-    def _held(self, each: StateTensor) -> torch.Tensor:
-        return each.in_chunk(each.tensor.clone() if each.name in self._passes else each.tensor)
-
-    def filled(self) -> None:
-        """See `SavedStates`; `fill` waits."""

@@ -17,10 +17,9 @@ from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
+from elixir.wrapper.run_errors import Call
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.early_updates import EarlyUpdates
-from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
@@ -242,9 +241,7 @@ class Stepper:
         number.
         """
         engine, order = self._engine, ((True, "device"), (True, "host"), (False, "host"), (False, "device"))
-        shards = sorted(
-            self.shards, key=lambda it: order.index((it.states.turn is not None, it.chunk.plan.update_home))
-        )
+        shards = sorted(self.shards, key=lambda it: order.index((it.rule.turn is not None, it.chunk.plan.update_home)))
         if isinstance(factor.value, torch.Tensor):
             first = [shard for shard in shards if shard.accepts_tensor_factor]
             shards = [shard for shard in shards if not shard.accepts_tensor_factor]
@@ -267,7 +264,7 @@ class Stepper:
             if can_share(shard, inputs):
                 together.append((shard, inputs))
                 continue
-            self.early.kept += update(self._engine, shard, inputs)
+            self._engine.kept_chunks += update(self._engine, shard, inputs)
             self._updated(shard, inputs)
             HEAP.trim_if_over()
         update_together(together)
@@ -277,43 +274,9 @@ class Stepper:
     def _updated(self, shard: Shard, inputs: Inputs) -> None:
         if inputs.in_place:
             shard.gradients.forget_norms()
-        self._engine.exchanged_bytes += shard.states.exchanged_bytes
+        self._engine.exchanged_bytes += shard.rule.exchanged_bytes
         shard.writes.record_step(inputs.arrived, self.gradients.used)
         publish(self._engine, shard.chunk)
-
-    def rewrite(self, method: str) -> None:
-        """Rewrites all weights by a method of the user's class, such as schedule-free's ``train`` and ``eval``.
-
-        All ranks call this. A method that would change no option is not called: the weights are in its mode already.
-
-        Raises:
-            InputError: weights are in use.
-        """
-        engine, options = self._engine, self.user.hyperparameters()
-        changes = self.user.step_changes(set, method)
-        if all(
-            same_options(change, {key: group.get(key) for key in change})
-            for change, group in zip(changes, options, strict=True)
-        ):
-            return
-        engine.refuse_inside(f"{method}() of an optimizer")
-        if engine.uses.gathered:
-            raise InputError(f"{method}() of an optimizer is for outside of gathered(); leave it first")
-        engine.settle_together(f"{method}() of an optimizer")
-        engine.errors.report(Call.ONE_STEP)
-        self.user.refuse_other_parameters()
-        try:
-            with engine.group.together(f"call {method}() of its optimizer"):
-                for shard in self.shards:
-                    shard.rewrite(method, options)
-        except BaseException:  # a second call would rewrite some weights twice
-            engine.errors.record(ErrorKind.CHANGE, changed_in_part(f"{method}() of an optimizer has failed"))
-            raise
-        for shard in self.shards:
-            publish(engine, shard.chunk)
-        self.user.apply_changes(changes)
-        engine.window.flush()
-        engine.weights_changed()
 
 
 def _all_cores() -> list[int] | None:

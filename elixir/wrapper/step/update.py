@@ -7,7 +7,7 @@ How a shard is updated follows from the home of its chunk, and is decided in `up
 * states on a disk: CPU Adam steps them in a buffer of the window, between a read and a write of the disk's lane;
 * updated early: `update_early` has submitted the step during backward; `update` keeps its result or steps again.
 
-`UserOptimizer.states_over` has chosen whether the user's class steps a shard, or Adam in one pass.
+`UserOptimizer.rule_for` has chosen whether the user's class steps a shard, or Adam in one pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
             _poison_second(engine, shard)
     elif chunk.plan.update_home != "host":
         _before_compute(shard)
-        if shard.states.turn is not None:
+        if shard.rule.turn is not None:
             # In one piece on the lane: other chunks' matrices pass through the same memory there. Compute reads the
             # result next.
             engine.lanes.network.submit(partial(shard.begin_and_turn, shard.states, inputs)).wait()
@@ -59,21 +59,21 @@ def can_share(shard: Shard, inputs: Inputs) -> bool:
     the same on all ranks, whatever gradients each has: they gather weights in the order of updates.
     """
     plain = not isinstance(inputs.factor, torch.Tensor) and inputs.factor == 1.0
-    return shard.states.shares_call and shard.chunk.dtype == shard.states.master.dtype and (plain or inputs.in_place)
+    return shard.rule.shares_call and shard.chunk.dtype == shard.states.master.dtype and (plain or inputs.in_place)
 
 
 def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
     """Updates shards that `can_share` by one kernel call."""
     with contextlib.ExitStack() as given:
+        calls = []
         for shard, inputs in together:
             _before_compute(shard)
-            inputs.multiply_in_place(shard.states.master.dtype)
-            shard.states.set_options(inputs.options)
-            given.enter_context(shard.states.with_gradients(inputs.arrived))
-        if together:
-            together[0][0].states.call("step")
+            factor = inputs.multiply_in_place(shard.states.master.dtype)
+            call = shard.rule.prepare(shard.states, inputs, factor, given)
+            calls += [] if call is None else [call]
+        for call in calls[:1]:
+            call()
     for shard, inputs in together:
-        shard.count_states()
         shard.copy_out(inputs.arrived)()
 
 
@@ -110,17 +110,15 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     begin: Work = partial(_reporting, chunk, partial(shard.begin, shard.states, inputs), chunk.before_write)
     read: Ticket | None = None
     if chunk.stored is not None:
-        makes_states = _makes_states(shard, inputs)
-        in_extent = makes_states and chunk.stored.has_room_for_states
-        buffer, read = engine.window.begin_step(chunk.stored, makes_states=in_extent)
+        buffer, read = engine.window.begin_step(chunk.stored)
         step, begin = (partial(chunk.stored.step, buffer, read, work) for work in (step, begin))
         written.append(buffer)  # in which the step works, once it was read
-    if inputs.arrived or shard.states.turn is not None:
+    if inputs.arrived or shard.rule.turn is not None:
         engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
-    if shard.states.turn is not None:
+    if shard.rule.turn is not None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
         lanes.host_adam.submit(begin, reads=stepped, writes=written)
-        lanes.network.submit(shard.states.turn, reads=[chunk.states], writes=[chunk.states])
+        lanes.network.submit(shard.rule.turn, reads=[chunk.states], writes=[chunk.states])
     done = lanes.host_adam.submit(step, reads=stepped, writes=written)
     if chunk.plan.weight_home == "device" and inputs.arrived:
         write: Work = shard.copy_out(inputs.arrived, staged)
@@ -132,13 +130,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         returned = _return_weights(engine, chunk, write, *sources)
         done = returned if staged is None else done
     if chunk.stored is not None:
-        engine.window.end_step(chunk.stored, buffer, done, makes_states=makes_states)
-
-
-def _makes_states(shard: Shard, inputs: Inputs) -> bool:
-    """Whether the user's class may create states in this step."""
-    places = {segment.place for segment in shard.states.without_states()}
-    return any(segment.place in places for segment, _ in inputs.arrived)
+        engine.window.end_step(chunk.stored, buffer, done)
 
 
 def _return_weights(engine: Engine, chunk: Chunk, write: Work, *sources: Memory) -> Ticket:
@@ -172,7 +164,7 @@ def _poison_second(engine: Engine, shard: Shard) -> None:
         return
     memory = second.master.untyped_storage()
     tensors = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)]
-    tensors += [tensor.view(torch.uint8) for _, tensor, _ in second.memory()]
+    tensors += [tensor.view(torch.uint8) for tensor in second.tensors.values()]
     if second.weights is not None and chunk.plan.weight_home == "host":
         tensors.append(second.weights.view(torch.uint8))
 

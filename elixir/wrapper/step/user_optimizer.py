@@ -18,21 +18,22 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError, few
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam.step_like import can_step_like
+from elixir.kernels.adam.adam_rule import group_options
 from elixir.kernels.muon import check_rule, matrix_rule
 from elixir.optimizer_states import MomentKind
 from elixir.plan.plan import Plan
-from elixir.torch_private import tree_map
+from elixir.torch_private import tree_map, while_nothing_compiles
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
-from elixir.wrapper.step.fused_states import FusedStates, can_fuse, check_moments
-from elixir.wrapper.step.matrix_states import Exchange, MatrixRoom, MatrixStates
-from elixir.wrapper.step.segments import Segment, own_ranges
-from elixir.wrapper.step.states import States
+from elixir.wrapper.step.matrix_rule import Exchange, MatrixRoom, MatrixRule
+from elixir.wrapper.step.rules import AdamRule, ClassRule, Rule
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.states import Kind, is_elementwise
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed, not its result: loading a state dict keeps those of this run."""
+_TRIED_NUMEL, _TRIED_STEPS = 1009, 3
+"""Elements of a weight with which a class shows its states, and how often it is stepped. No other state has as many."""
 _REMEMBERED = 8
 """How many steps' changes of groups are remembered: more steps than are under way at once."""
 
@@ -64,11 +65,9 @@ class UserOptimizer:
         self.number = len(engine.steppers)
         """Its number among the optimizers of the engine."""
         self.fusible = can_fuse(given)
-        self.begins_with_states = bool(given.state)
-        """Whether the constructor of the class creates states."""
         self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
-        """Whether a step is known to do nothing without a gradient, and the first one with a gradient to create all
-        states of a weight. Other classes may count steps, or create states later."""
+        """See `Rule`."""
+        self._kinds: dict[torch.dtype, dict[str, Kind]] = {}
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
         self._slots = [slot for chunk in engine.chunks for slot in chunk.slots]
         numbers = [self.group_of.get(slot.parameter) for slot in self._slots]
@@ -106,7 +105,7 @@ class UserOptimizer:
 
     @property
     def fuses(self) -> bool:
-        """Whether `FusedStates` steps shards instead of the user's class: the same rule with other rounding."""
+        """Whether `AdamRule` steps shards wherever they live, with other rounding than the user's class."""
         return self.fusible and _fuses(self._engine.options.fused_kernels, self._engine.plan.moments)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -163,16 +162,36 @@ class UserOptimizer:
             groups[segment.group].append(segment.weights)
         return self._over_groups(groups)
 
-    def step_changes(self, stepped: Callable[[], Collection[int]], method: str = "step") -> list[dict[str, Any]]:
+    def over_one(self, weights: nn.Parameter, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Creates an optimizer of the user's class over one weight."""
+        return _like(self.given, [{**options_of(options), "params": [weights]}])
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """The kinds of elementwise states that the class has made after some steps of weights in a dtype."""
+        if dtype not in self._kinds:
+            made = [
+                (nn.Parameter(torch.zeros(_TRIED_NUMEL, dtype=dtype, device="cpu")), each) for each in self._groups()
+            ]
+            found = self._kinds[dtype] = {}
+            for weights, options in made:
+                optimizer = self.over_one(weights, shard_options(options))
+                weights.grad = torch.ones_like(weights)
+                with torch.random.fork_rng(devices=[]), torch.enable_grad(), while_nothing_compiles():
+                    for _ in range(_TRIED_STEPS):
+                        optimizer.step()
+                states = optimizer.state.get(weights, {}).items()
+                found |= {kind: Kind(it.dtype) for kind, it in states if is_elementwise(kind, it, weights)}
+        return self._kinds[dtype]
+
+    def step_changes(self, stepped: Callable[[], Collection[int]]) -> list[dict[str, Any]]:
         """The options, by group, that a step changes by itself; empty for most classes.
 
         Args:
             stepped: returns the groups with a gradient on any rank.
-            method: the method of the class that changes them.
         """
         if self._rehearsal is None:
             return [{} for _ in self._groups()]
-        after = self._rehearsal.after(self.hyperparameters(), stepped(), method)
+        after = self._rehearsal.after(self.hyperparameters(), stepped())
         return [{key: group[key] for key in self._changing if key in group} for group in after]
 
     def apply_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
@@ -218,55 +237,29 @@ class UserOptimizer:
                     "stepped here"
                 )
 
-    def states_over(
-        self,
-        chunk: Chunk,
-        master: torch.Tensor,
-        segments: list[Segment],
-        *,
-        weights: torch.Tensor | None,
-        fuses: bool,
-        empty: bool,
-    ) -> States:
-        """Creates the states of a shard.
+    def rule_for(self, chunk: Chunk, dtype: torch.dtype, *, gathered: bool) -> Rule:
+        """Chooses what steps a shard.
 
         Args:
-            chunk: the chunk of the shard; it must be at hand.
-            master: the flat shard of weights or masters.
-            segments: the parts of the shard.
-            weights: see `States.weights`.
-            fuses: whether Adam steps it in one pass.
-            empty: whether states that the constructor creates are dropped, since saved ones follow.
+            chunk: the chunk of the shard.
+            dtype: of what is stepped.
+            gathered: whether its gradients lie in one tensor.
         """
-        if fuses:
-            return FusedStates(
-                master,
-                segments,
-                self.hyperparameters(),
-                decoupled=isinstance(self.given, torch.optim.AdamW),
-                moments=self._engine.plan.moments,
-                ranges=own_ranges(chunk, self.group_of),
-                number=self.number,
-                extent=chunk.stored,
-                weights=weights,
-            )
+        engine, on_host = self._engine, chunk.plan.update_home == "host"
+        moments, group = engine.plan.moments, engine.group
         if self._rule is not None:
-            emulation = self._engine.options.debug.emulation
-            speed = None if emulation is None else emulation.bytes_per_s
-            room = MatrixRoom.of(self._engine.arena, self._engine.plan, speed)
-            group = self._engine.group
+            emulation = engine.options.debug.emulation
+            room = MatrixRoom.of(engine.arena, engine.plan, None if emulation is None else emulation.bytes_per_s)
             exchange = Exchange(chunk, group, room, self.group_of) if group.size > 1 and chunk.plan.matrices else None
-            return MatrixStates(
-                self, master, segments, self._rule, room, chunk=chunk, weights=weights, exchange=exchange
-            )
-        on_host, shared = chunk.plan.state_home == "host", None
-        if chunk.plan.update_home == "device" and self._shares_calls:
-            shared = self._shared = self._shared or self.over([])
-        made = ClassStates(self, master, segments, weights=weights, extent=chunk.stored, on_host=on_host, shared=shared)
-        for segment in segments if empty else ():
-            # Otherwise the states of all chunks would be in memory until saved ones replace them.
-            made.optimizer.state.pop(segment.weights, None)
-        return made
+            return MatrixRule(self, self._rule, room, staged=on_host, exchange=exchange)
+        # One function steps moments in fewer bits, wherever gradients lie; float32 ones only if gradients lie together.
+        one_pass = self.fuses or (on_host and has_bits_of(self.given))
+        if one_pass and dtype == torch.float32 and (gathered or moments != "float32"):
+            return AdamRule(moments, decoupled=isinstance(self.given, torch.optim.AdamW), joins=self.fuses)
+        if not on_host and self._shares_calls:
+            self._shared = self._shared or self.over([])
+            return ClassRule(self, self._shared)
+        return ClassRule(self)
 
     @property
     def loops(self) -> bool:
@@ -294,7 +287,59 @@ def copies_states(given: torch.optim.Optimizer, *, fused_kernels: bool, moments:
         fused_kernels: whether the model runs with ``use_fused_kernels``.
         moments: the form of moments in the plan.
     """
-    return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not can_step_like(given, ())
+    return not (can_fuse(given) and _fuses(fused_kernels, moments)) and not has_bits_of(given)
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `AdamRule` computes what `optimizer` does: one of torch's Adams or ours, without further options."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, HybridAdam):
+        return False
+    refused = ("amsgrad", "differentiable")
+    return all(not any(group.get(name) for name in refused) for group in optimizer.param_groups)
+
+
+def has_bits_of(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `AdamRule` has the bits of the class on the host: `HybridAdam`, or one of torch's Adams with
+    ``fused=True`` and options in their usual ranges. Others round in other places."""
+    if not can_fuse(optimizer):
+        return False
+    for group in optimizer.param_groups:
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        if group.get("capturable") or not (isinstance(optimizer, HybridAdam) or group.get("fused")):
+            return False
+        if not all(isinstance(value, int | float) for value in numbers):
+            return False
+        try:
+            group_options(group, decoupled=True)
+        except InputError:  # the class steps with values such as a negative rate, too
+            return False
+    return True
+
+
+def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: MomentKind) -> None:
+    """Refuses an optimizer that cannot step with the moments of a plan, or was built for others.
+
+    Args:
+        optimizer: the optimizer.
+        fusible: whether `AdamRule` can step in its place.
+        moments: the form of moments in the plan.
+
+    Raises:
+        InputError: the message says what to give instead.
+    """
+    said = [str(group["moments"]) for group in optimizer.param_groups if "moments" in group]
+    other = next((kind for kind in said if kind != moments), None)
+    if other is not None:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, this HybridAdam in {other}: make it with "
+            f"moments={moments!r}, or plan with moments={other!r}"
+        )
+    if moments != "float32" and not fusible:
+        raise InputError(
+            f"the plan keeps Adam's moments in {moments}, with which torch.optim.Adam, torch.optim.AdamW and "
+            "HybridAdam are stepped, without amsgrad and differentiable; give one of these, or plan with "
+            "moments='float32'"
+        )
 
 
 _CHECKED: dict[tuple[Any, ...], frozenset[str]] = {}
@@ -306,7 +351,7 @@ def check_optimizer(given: torch.optim.Optimizer, moments: MomentKind) -> frozen
 
     Args:
         given: the user's optimizer, over whole parameters.
-        moments: the form of moments in the plan; `FusedStates` steps any form but float32.
+        moments: the form of moments in the plan; `AdamRule` steps any form but float32.
 
     Returns:
         The options that its step changes by itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,19 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.process_memory import give_back_freed
-from elixir.memory_order import is_dense, order_of
 from elixir.models.inner_tensors import first_inside
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.states import ADAM_KINDS, SavedStates, SmallStates, StateForm, small_states
+from elixir.wrapper.step.states import (
+    ADAM_KINDS,
+    Find,
+    SavedState,
+    SavedStates,
+    SmallStates,
+    small_states,
+    wide_dtype,
+)
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import take_options
 
@@ -37,19 +42,19 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     names_of = {slot.parameter: slot.name for chunk in engine.chunks for slot in chunk.slots}
     ordered = [names_of[first_inside(parameter)] for group in groups for parameter in group["params"]]
     numbers = {name: number for number, name in enumerate(ordered)}
-    found = _agreed_kinds(engine, stepper)
-    state: dict[int, dict[str, Any]] = {numbers[name]: _plain(each) for name, each in found.small.items()}
+    found = _agreed(engine, stepper)
+    state: dict[int, dict[str, Any]] = {numbers[name]: _plain(small) for name, (_, small) in found.items()}
     for shard in stepper.shards:
-        kinds = found.of_chunk.get(shard.chunk.index, {})
+        slots = [slot for slot in shard.chunk.slots if slot.name in found]
+        dtypes = {kind: dtype for slot in slots for kind, dtype in found[slot.name][0].items()}
         with shard.chunk.in_memory():
-            for kind in sorted(kinds):
+            for kind in sorted(dtypes):
                 whole: torch.Tensor | None = None  # lets go of the last one
                 give_back_freed()  # it stays in the heap, where one of another size may not fit
-                whole = _gathered(engine, shard, kind, getattr(torch, kinds[kind]))
-                for slot in shard.chunk.slots if wanted else ():
-                    if kind in found.of_parameter.get(slot.name, ()):
-                        value = separate_copy(slot.part_of(whole), whole.dtype)
-                        state.setdefault(numbers[slot.name], {})[kind] = value
+                whole = _gathered(engine, shard, kind, getattr(torch, dtypes[kind]))
+                for slot in slots if wanted else ():
+                    if kind in found[slot.name][0]:
+                        state[numbers[slot.name]][kind] = separate_copy(slot.part_of(whole), whole.dtype)
     if not wanted:
         return {}
     return {
@@ -64,41 +69,25 @@ def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, An
     }
 
 
-@dataclass
-class _Kinds:
+_Found = dict[str, tuple[dict[str, str], SmallStates]]
+"""By parameter, the dtype of each kind of its states in the state dict, and its numbers."""
+
+
+def _agreed(engine: Engine, stepper: Stepper) -> _Found:
     """The states that exist on any rank."""
-
-    of_chunk: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By chunk, the dtype of each kind in the state dict."""
-    of_parameter: dict[str, set[str]] = field(default_factory=dict)
-    small: dict[str, SmallStates] = field(default_factory=dict)
-
-    def add(self, other: _Kinds) -> None:
-        """Adds the states of another rank."""
-        for index, kinds in other.of_chunk.items():
-            self.of_chunk.setdefault(index, {}).update(kinds)
-        for name, theirs in other.of_parameter.items():
-            self.of_parameter.setdefault(name, set()).update(theirs)
-        for name, each in other.small.items():
-            mine = self.small.setdefault(name, SmallStates())
-            mine.step = each.step if each.step is not None else mine.step
-            mine.others |= each.others
-
-
-def _agreed_kinds(engine: Engine, stepper: Stepper) -> _Kinds:
-    mine, all_ranks = _Kinds(), _Kinds()
-    for shard in stepper.shards:
-        mine.small |= small_states(shard.states)
-        for each in shard.states.tensors():
-            if each.width == 1:  # scales are shown as part of their codes
-                dtype = wide_dtype(each.tensor.dtype) if each.keeps_dtype else torch.float32
-                mine.of_chunk.setdefault(shard.chunk.index, {})[each.kind] = dtype_name(dtype)
-                mine.of_parameter.setdefault(each.name, set()).add(each.kind)
+    mine: _Found = {}
+    for states in (shard.states for shard in stepper.shards):
+        small = small_states(states)
+        for segment in filter(states.has_stepped, states.segments):
+            kinds = {kind: states.kinds[kind] for kind in states.kinds_of(segment) if states.kinds[kind].width == 1}
+            dtypes = {kind: dtype_name(wide_dtype(each)) for kind, each in kinds.items()}
+            mine[segment.name] = dtypes, small[segment.name]
     answers = engine.exchange("optimizer states", (mine, engine.errors.of_disk))
     engine.errors.agree([lost for _, lost in answers])
+    found: _Found = {}
     for theirs, _ in answers:
-        all_ranks.add(theirs)
-    return all_ranks
+        found |= theirs  # a parameter has the same states on all ranks that have a part of it
+    return found
 
 
 def load_whole_states(
@@ -111,10 +100,10 @@ def load_whole_states(
         InputTypeError: `state_dict` is no state dict of an optimizer.
     """
     problem: Exception | None = None
-    source: _GivenStates | None = None
+    find: Find = lambda name: None  # noqa: E731
     options: list[dict[str, Any]] = []
     try:
-        source = _checked(engine, stepper, groups, state_dict)
+        find = _checked(engine, stepper, groups, state_dict)
         options = [
             stepper.user.loaded_options(group, saved)
             for group, saved in zip(groups, state_dict["param_groups"], strict=True)
@@ -129,60 +118,35 @@ def load_whole_states(
             raise InputError(f"rank {rank}: {answer}")
     for shard in stepper.shards:
         shard.chunk.about_to_write()
-        if source is not None:
-            with shard.chunk.in_memory(write=True):
-                shard.load(source)
+        with shard.chunk.in_memory(write=True):
+            shard.load(find, lambda: None)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)
 
 
-class _GivenStates(SavedStates):
-    """States in memory; implements `SavedStates`."""
+def _saved(slot: Slot, state: Mapping[str, Any]) -> SavedStates:
+    """The state of a parameter in a state dict, as `States.load` takes it."""
+    tensors: dict[str, SavedState] = {}
+    small = SmallStates()
 
-    def __init__(self, state: Mapping[str, Mapping[str, Any]], slots: Mapping[str, Slot]) -> None:
-        self._state, self._slots = state, slots
+    def fill(values: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        out.copy_(slot.flattened(values.detach())[first : first + out.numel()])
 
-    def _elementwise(self, name: str, value: Any) -> bool:
-        shape = self._slots[name].shape
-        return isinstance(value, torch.Tensor) and value.shape == shape
-
-    def forms(self, name: str) -> Mapping[str, StateForm]:
-        """See `SavedStates`."""
-        return {
-            kind: StateForm(
-                value.dtype, order_of(value.shape, value.stride()) if is_dense(value.shape, value.stride()) else None
-            )
-            for kind, value in self._state.get(name, {}).items()
-            if kind != "step" and self._elementwise(name, value)
-        }
-
-    def small(self, name: str) -> SmallStates:
-        """See `SavedStates`."""
-        small = SmallStates()
-        for kind, value in self._state.get(name, {}).items():
-            if kind == "step":
-                small.step = int(value)
-                if not isinstance(value, torch.Tensor):
-                    small.others[kind] = small.step
-            elif isinstance(value, torch.Tensor):
-                if not self._elementwise(name, value):
-                    small.others[kind] = (dtype_name(value.dtype), value.item())
-            elif value is not None:
-                small.others[kind] = value
-        return small
-
-    def fill(self, kind: str, name: str, start: int, out: torch.Tensor) -> None:
-        """See `SavedStates`."""
-        flat = self._slots[name].flattened(self._state[name][kind].detach())
-        out.copy_(flat[start : start + out.numel()])
-
-    def filled(self) -> None:
-        """See `SavedStates`; `fill` waits."""
+    for kind, value in state.items():
+        if kind == "step":
+            small.step = int(value)
+            if not isinstance(value, torch.Tensor):
+                small.others[kind] = small.step
+        elif isinstance(value, torch.Tensor) and value.shape == slot.shape:
+            tensors[kind] = SavedState(value.dtype, partial(fill, value))
+        elif isinstance(value, torch.Tensor):
+            small.others[kind] = (dtype_name(value.dtype), value.item())
+        elif value is not None:
+            small.others[kind] = value
+    return SavedStates(tensors, small)
 
 
-def _checked(
-    engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
-) -> _GivenStates:
+def _checked(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> Find:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise InputTypeError("a state dict of an optimizer has 'state' and 'param_groups', as torch.optim gives it")
     saved = state_dict["param_groups"]
@@ -193,15 +157,15 @@ def _checked(
             "saved"
         )
     slots = {slot.parameter: slot for chunk in engine.chunks for slot in chunk.slots}
-    by_name: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, SavedStates] = {}
     for group, other in zip(groups, saved, strict=True):
         for parameter, number in zip(group["params"], other["params"], strict=True):
             slot, state = slots[first_inside(parameter)], state_dict["state"].get(number)
             if state is None:
                 continue
             _check_state(slot, state, needs_adam=stepper.user.fusible)
-            by_name[slot.name] = {kind: value for kind, value in state.items() if kind != "master"}
-    return _GivenStates(by_name, {slot.name: slot for slot in slots.values()})
+            found[slot.name] = _saved(slot, {kind: value for kind, value in state.items() if kind != "master"})
+    return found.get
 
 
 def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> None:
@@ -220,11 +184,10 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
 def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """Gathers one kind of state for all parameters of a chunk, in chunk layout; zeros where a parameter has none."""
     chunk: Chunk = shard.chunk
-    mine = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device)
-    for each in shard.states.tensors():
-        if each.kind == kind:
-            values = shard.states.widened(each) if each.has_codes else each.tensor  # which the copy casts
-            mine[each.held.part].copy_(each.in_chunk(values))
+    mine, states = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device), shard.states
+    for segment in filter(states.has_stepped, states.segments):
+        if kind in states.kinds_of(segment):
+            mine[segment.part].copy_(states.read(kind, segment))
     if engine.group.size == 1:
         return mine
     whole = torch.empty(chunk.plan.numel, dtype=dtype, device=engine.device)

@@ -234,5 +234,5 @@ def test_weights_that_are_rounded_are_said(
     with open_checkpoint(tmp_path) as saved:
         states = loading.CheckpointStates(saved, ["w"], {})
         assert bool(states.fill_weights("w", 0, out)) == is_said
-        states.filled()
+        saved.finish()
     assert out.tolist() == [1.0] * 3

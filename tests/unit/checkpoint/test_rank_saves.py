@@ -429,7 +429,7 @@ def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monke
                 out = torch.full((2 * (stop - start),), float("nan"), dtype=dtype)
                 target = out[::2] if number % 3 == 0 and stop > start + 1 else out[: stop - start]
                 states.fill(kind, "w", start, target)
-                states.filled()
+                saved.finish()
                 expected = flattened(plain + (kind == "exp_avg"), wanted)[start:stop].to(dtype)
                 assert torch.equal(target, expected), (kind, start, stop, dtype, wanted)
                 assert out.isnan().sum() == stop - start, "nothing else is written"

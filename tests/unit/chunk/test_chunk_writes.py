@@ -128,7 +128,7 @@ def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
     asked: list[bool] = []
 
     @contextlib.contextmanager
-    def in_memory(write: bool, *, makes_states: bool) -> Iterator[None]:
+    def in_memory(write: bool) -> Iterator[None]:
         asked.append(write)
         yield
 

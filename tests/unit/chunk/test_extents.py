@@ -51,8 +51,6 @@ def test_states_on_a_disk_stay_as_they_were_made(tmp_path: Path) -> None:
         states.region("exp_avg", 1000, torch.int8)
     with pytest.raises(StateError, match="the extent of chunk 3 has 4096 bytes, its tensors need 8000"):
         states.region("exp_avg_sq", 1000, torch.float32)
-    with pytest.raises(StateError, match="the states of chunk 3 are on the disk and not in memory"):
-        states.keep(states, torch.zeros(10), "exp_avg")
     other = TensorFile(lambda: ExtentFile([str(tmp_path)]))
     with pytest.raises(StateError, match="states are moved before there is a file"):
         other.transfer("read", file.new_extent(4096, "chunk 4"), torch.empty(4096, dtype=torch.uint8), "chunk 4")

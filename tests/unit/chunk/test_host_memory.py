@@ -37,7 +37,7 @@ def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
     for part in inside.shards(optimizer.module):
         if part.chunk.plan.state_home != "host":
             continue
-        yield from (tensor for _, tensor, _ in part.states.memory())
+        yield from part.states.tensors.values()
 
 
 def in_separate_pages(buffer: torch.Tensor) -> bool:

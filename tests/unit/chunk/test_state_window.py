@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,10 @@ class Window:
 
         return run
 
-    def step(self, index: int, work: Callable[[], Any], adam: ThreadLane, *, makes_states: bool = False) -> None:
+    def step(self, index: int, work: Callable[[], Any], adam: ThreadLane) -> None:
         buffer, read = self.window.begin_step(self.chunks[index])
         stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), writes=[buffer])
-        self.window.end_step(self.chunks[index], buffer, stepped, makes_states=makes_states)
+        self.window.end_step(self.chunks[index], buffer, stepped)
 
     def values(self) -> list[float]:
         """The masters, all elements of each the same."""
@@ -222,20 +221,6 @@ def test_a_disk_that_fails_stops_all_further_steps(tmp_path: Path) -> None:
     it.lane.close()
 
 
-@pytest.mark.parametrize(("states", "has_room"), [(True, True), (False, True)])
-def test_an_extent_has_room_for_states_if_it_is_larger_than_masters(
-    tmp_path: Path, states: bool, has_room: bool
-) -> None:
-    it = Window(tmp_path, UnsyncedFiles(), states)
-    assert it.chunks[0].has_room_for_states == has_room
-    masters = StoredStates(it.window, "masters alone", BLOCK)
-    masters.region(MASTERS, NUMEL, torch.float32)
-    assert not masters.has_room_for_states
-    assert masters.used_bytes == BLOCK
-    masters.give_back()
-    it.close()
-
-
 def test_extents_are_counted_in_the_arena_of_the_day(tmp_path: Path) -> None:
     it, later = Window(tmp_path, UnsyncedFiles()), Arena(CPU)
     assert it.arena.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
@@ -266,16 +251,3 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()
     it.close()
-
-
-def test_states_that_a_step_makes_count_as_written_however_late_it_makes_them(tmp_path: Path) -> None:
-    it, adam = Window(tmp_path, UnsyncedFiles(), states=False), ThreadLane("adam")
-
-    def work() -> None:
-        time.sleep(0.05)
-        it.chunks[0].region("exp_avg", NUMEL, torch.float32)
-
-    it.step(0, work, adam, makes_states=True)
-    assert it.window.take_moved() == (BLOCK, 2 * BLOCK)
-    it.close()
-    adam.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels import HybridAdam
 from elixir.kernels.adam import native
 from elixir.kernels.adam.adam_rule import AdamOptions, step_numbers
 from elixir.kernels.adam.compiled_step import Combination
 from elixir.kernels.adam.moments import MasterStates, make_moments
 from elixir.kernels.adam.native import build_kernel
 from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
-from elixir.kernels.adam.step_like import Kept, can_step_like, step_like
 from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
 from tests.common import inside
 from tests.common.early import needs_kernel
@@ -224,97 +221,3 @@ def test_other_memory_of_another_size_is_refused() -> None:
     old, new = states(8, "float32", 0), states(9, "float32", 0)
     with pytest.raises(InputError, match="match"):
         adam_step_out_of_place(torch.zeros(8), old, new, None, AdamOptions(), 1)
-
-
-# --- the bits of an optimizer that keeps its own states ----------------------------------------------------------------
-
-
-def _of_class(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    return {
-        "AdamW": lambda given: torch.optim.AdamW(given, fused=True, **options),
-        "Adam": lambda given: torch.optim.Adam(given, fused=True, maximize=True, **options),
-        "lr in a tensor": lambda given: torch.optim.AdamW(given, fused=True, **options | {"lr": torch.tensor(1e-2)}),
-        "HybridAdam": lambda given: HybridAdam(given, adamw_mode=False, **options),
-    }[name]
-
-
-@pytest.mark.sampled(every=2)
-@needs_kernel
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "lr in a tensor", "HybridAdam"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [ONE_PASS, COPIED])
-def test_a_step_like_torchs_fused_classes_has_their_bits(
-    form: str, name: str, dtype: torch.dtype, compiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if form == COPIED:
-        monkeypatch.setenv("CXX", "no-such-compiler")
-    numels = (1, 17, 1000, 70_001)
-    make = _of_class(name)
-    generator = torch.Generator().manual_seed(0)
-    old = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for numel in numels]
-    new, place = ([torch.nn.Parameter(each.detach().clone()) for each in old] for _ in range(2))
-    optimizers = [make(parameters) for parameters in (old, new, place)]
-    gradients = [gradient_of(numel, dtype) for numel in numels]
-
-    def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, factor: float) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            value = gradient.float()
-            parameter.grad = value if factor == 1.0 else value * factor
-        optimizer.step()
-
-    for parameters, optimizer in zip((old, new, place), optimizers, strict=True):
-        step(parameters, optimizer, 1.0)
-    assert can_step_like(optimizers[0], [Kept(each, optimizers[0].state[each]) for each in old])
-    for factor in (1.0, 0.37):
-        before = [parameter.detach().clone() for parameter in old]
-        outs = [torch.zeros(numel, dtype=torch.bfloat16) for numel in numels]
-        for index, gradient in enumerate(gradients):
-            kept = [
-                Kept(parameters[index], optimizer.state[parameters[index]])
-                for parameters, optimizer in zip((old, new), optimizers[:2], strict=True)
-            ]
-            group = optimizers[0].param_groups[0]
-            assert step_like(optimizers[0], group, gradient, kept[0], outs[index], factor, kept[1]) == form
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(old, before, strict=True))
-        step(place, optimizers[2], factor)
-        for mine, theirs, out in zip(new, place, outs, strict=True):
-            assert torch.equal(mine, theirs)
-            assert torch.equal(out, theirs.bfloat16())
-            mine_state, their_state = optimizers[1].state[mine], optimizers[2].state[theirs]
-            assert not [kind for kind in their_state if not torch.equal(mine_state[kind], their_state[kind])]
-        old, new = new, old
-        optimizers[:2] = optimizers[1::-1]
-
-
-def _ones(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[torch.optim.Optimizer, list[Kept]]:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = make([parameter], **options)
-    state = {name: torch.zeros(3) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.zeros(())}
-    return optimizer, [Kept(parameter, state)]
-
-
-@pytest.mark.parametrize(
-    "refused",
-    [
-        {},
-        {"fused": True, "amsgrad": True},
-        {"fused": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))},
-        {"fused": True, "lr": float("nan")},
-    ],
-    ids=["not fused", "amsgrad", "betas in tensors", "a rate out of range"],
-)
-def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
-    assert can_step_like(*_ones(torch.optim.AdamW, fused=True))
-    rate = refused.pop("lr", 1e-3)
-    optimizer, kept = _ones(torch.optim.AdamW, **refused)
-    optimizer.param_groups[0]["lr"] = rate
-    assert not can_step_like(optimizer, kept)
-
-
-def test_other_classes_and_states_are_not_known() -> None:
-    assert not can_step_like(*_ones(torch.optim.SGD, fused=True))
-    assert can_step_like(*_ones(HybridAdam))
-    for state in ({}, {"exp_avg": torch.zeros(3, dtype=torch.float64), "exp_avg_sq": torch.zeros(3)}):
-        optimizer, kept = _ones(torch.optim.AdamW, fused=True)
-        assert not can_step_like(optimizer, [Kept(kept[0].weights, state)])

@@ -146,18 +146,6 @@ def test_a_copy_is_whole(copied: Callable[[Any], Any], tmp_path: Path) -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
-def test_states_that_are_made_before_the_first_step_are_on_the_disk(tmp_path: Path) -> None:
-    on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
-    optimizer = HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    optimizer.make_states()
-    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    assert kept
-    assert all(value.untyped_storage().nbytes() <= 4 for value in kept)
-    train(on_disk, optimizer, 2)
-    train(in_memory, HybridAdam(in_memory), 2)
-    assert all(map(torch.equal, on_disk, in_memory))
-
-
 def test_a_step_that_raises_leaves_all_states(tmp_path: Path) -> None:
     on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
     optimizers = (

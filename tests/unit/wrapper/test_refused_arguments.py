@@ -91,7 +91,7 @@ def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureF
 
 def test_an_early_update_needs_a_second_set_of_states(pair: Pair) -> None:
     shard = inside.shards(pair.optimizer)[0]
-    with pytest.raises(StateError, match="rank 0: chunk 0 has no second set of states"):
+    with pytest.raises(StateError, match="rank 0: chunk 0 has no second set of states that is free"):
         shard.begin_early(Inputs([], None, 1.0, [], writes=0, changes=0))
 
 

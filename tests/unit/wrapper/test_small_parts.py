@@ -26,7 +26,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
 from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors, changed_in_part
 from elixir.wrapper.run_options import RunOptions
-from elixir.wrapper.step.fused_states import can_fuse, check_moments
+from elixir.wrapper.step.user_optimizer import can_fuse, check_moments
 from elixir.wrapper.weight_uses import WeightUses
 from tests.common.parity import Case, make_plan, square_loss
 

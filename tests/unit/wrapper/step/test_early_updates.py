@@ -19,8 +19,8 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam import when_compiled
 from elixir.kernels.adam.step import ONE_PASS
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step import class_states
 from elixir.wrapper.step.early_updates import EarlyUpdates
+from elixir.wrapper.step.states import States
 from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import (
@@ -409,7 +409,7 @@ def test_fused_classes_need_no_copy(make: Any, dtype: str, homes: str, monkeypat
     norms = [1e9, 1e9, 1e-3, 1e9, 1e9]
     plan = chain_plan(chain(), homes, unified_dtype=dtype)
     (theirs, their_states), _ = steps(chain(), make_ordinary(plan), norms, {}, make)
-    monkeypatch.setattr(class_states.ClassStates, "copy_from", lambda *_: pytest.fail("states were copied"))
+    monkeypatch.setattr(States, "copy_from", lambda *_: pytest.fail("states were copied"))
     (mine, mine_states), kept = steps(chain(), plan, norms, {}, make)
     assert all(kept[:2])
     assert kept[4]
@@ -432,7 +432,7 @@ def steps(it: Case, plan: Any, norms: list[float], running: dict[str, Any], make
         optimizer.max_norm = norm
         optimizer.backward(it.loss(module, it.inp))
         optimizer.step()
-        kept.append(inside.stepper(module).early.kept)  # type: ignore[attr-defined]
+        kept.append(module.last_report.early.kept)
         optimizer.zero_grad()
     state = module.state_dict(), optimizer.state_dict()["state"]
     module.close()

@@ -20,8 +20,8 @@ from elixir.kernels import HybridAdam
 from elixir.models.step import default_input
 from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.class_states import ClassStates
 from elixir.wrapper.step.early_updates import LONGEST_PAUSE_STEPS, REFUSALS, Forecast
+from elixir.wrapper.step.states import States
 from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, needs_kernel, updating_early
@@ -250,8 +250,8 @@ def test_a_plan_knows_whether_states_are_copied(
     plan = dry_run(it.model, make(it.model), inp=it.inp, **how, **options)
     assert plan.optimizer == expected
     copied: list[object] = []
-    copy = ClassStates.copy_from
-    monkeypatch.setattr(ClassStates, "copy_from", lambda mine, other: (copied.append(mine), copy(mine, other)))
+    copy = States.copy_from
+    monkeypatch.setattr(States, "copy_from", lambda mine, other: (copied.append(mine), copy(mine, other)))
     _, kept = steps(it, chain_plan(it), [1e9, 1e9, 1e9], dict(options), make)
     assert kept[-1]
     assert bool(copied) == is_copied(plan.optimizer, plan.moments)

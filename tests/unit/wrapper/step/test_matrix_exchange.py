@@ -16,7 +16,7 @@ from elixir.chunk.memory import Memory
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.plan.matrices import room_bytes, stage_numel, stages
-from elixir.wrapper.step.matrix_states import Exchange, MatrixRoom
+from elixir.wrapper.step.matrix_rule import Exchange, MatrixRoom
 from tests.common.one_shard import transposed, weights_of
 
 SHAPES = ((4, 6), (6, 4), (2, 2), (2, 2))

@@ -28,7 +28,7 @@ from elixir.search.replan import Observation, calibrated
 from elixir.search.simulator.rates import Rates
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.fused_states import FusedStates
+from elixir.wrapper.step.rules import AdamRule
 from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, case, distance, make_plan, rehomed, take_step
 
@@ -103,7 +103,7 @@ def test_homes_change_no_bit_nor_does_moving_between_them(kind: str, family: str
         moved.train(2)
         moved.module.rehome(rehomed(plan, mode))
     ends.append(moved.weights())
-    assert all(isinstance(part.states, FusedStates) for part in inside.shards(moved.module))
+    assert all(isinstance(part.rule, AdamRule) for part in inside.shards(moved.module))
     moved.module.close()
     for end in ends[1:]:
         if gpu.DEVICE == "cpu":
@@ -155,11 +155,11 @@ def test_other_kinds_of_moments_are_read_in_float32_on_the_way(kind: str) -> Non
             before[segment.name] = part.states.state_of(segment)["exp_avg"].flatten().clone()
     run.module.rehome(low)
     for part in inside.shards(run.module):
-        assert isinstance(part.states, FusedStates)
+        assert isinstance(part.rule, AdamRule)
         for segment in part.segments:
-            avg, _ = read_moments(part.states.moments, segment.weights.numel(), segment.start)
-            assert float(part.states.count(segment)) == 5
-            error, scales = (avg - before[segment.name]).abs(), part.states.moments.exp_avg_scale
+            avg, _ = read_moments(part.states.moments(segment), segment.weights.numel(), segment.start)
+            assert float(part.states.state_of(segment)["step"]) == 5
+            error, scales = (avg - before[segment.name]).abs(), part.states.moments(segment).exp_avg_scale
             if scales is None:
                 assert (error <= 2**-8 * before[segment.name].abs()).all()
                 continue

@@ -13,9 +13,9 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
-from elixir.wrapper.step.class_states import wide_dtype
 from elixir.wrapper.step.elementwise import Rehearsal, options_of, set_options
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, KnownNorms, clip_factor, each_norm, norm_of_norms
+from elixir.wrapper.step.states import Kind, wide_dtype
 from elixir.wrapper.step.user_optimizer import (
     accepted_options,
     has_stepped,
@@ -32,7 +32,7 @@ from tests.common.one_shard import user_of
     + [(kind, kind) for kind in (torch.float32, torch.float64, torch.int64, torch.int16, torch.uint8, torch.bool)],
 )
 def test_saved_states_are_floats_of_at_least_32_bits(kept: torch.dtype, saved: torch.dtype) -> None:
-    assert wide_dtype(kept) is saved
+    assert wide_dtype(Kind(kept)) is saved
 
 
 @pytest.mark.parametrize("captured", [False, True])

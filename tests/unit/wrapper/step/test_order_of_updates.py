@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.errors import StateError
-from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step import stepper
-from elixir.wrapper.step.shard import Shard, ShardState
+from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
-from tests.common.early import chain, updating_early
+from tests.common.early import attempts, chain, updating_early
 from tests.common.parity import Pair, case, make_plan, mixed, rehomed
 
 
@@ -73,9 +71,13 @@ def test_one_call_steps_all_chunks_on_the_device(max_norm: float | None, monkeyp
             return step(self, closure)
 
         monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-        pair.train(3)
+        pair.train(1)
+        weights = len(list(it.model.parameters()))
+        assert calls == [1] * weights, "the first step makes states, weight by weight"
+        calls.clear()
+        pair.train(2)
         pair.assert_same_weights()
-        assert calls == [len(list(it.model.parameters()))] * 3
+        assert calls == [weights] * 2
 
 
 def test_shards_that_share_a_call_are_stepped_once_after_a_move() -> None:
@@ -96,20 +98,7 @@ def test_an_early_update_ends_in_step() -> None:
         assert isinstance(found, Stepper)
         pair.train(2)
         pair.backward()
-        assert {shard.state for shard in found.shards} == {ShardState.EARLY}
+        assert attempts(pair.module) == [shard.chunk.index for shard in found.shards]
         pair.step()
-        assert {shard.state for shard in found.shards} == {ShardState.STEADY}
-        assert found.early.kept == len(list(found.shards))
-
-
-def test_states_that_have_left_do_not_come_back() -> None:
-    it = case("gpt2", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
-    shards = list(inside.shards(optimizer))
-    assert {shard.state for shard in shards} == {ShardState.STEADY}
-    inside.stepper(module).give_up_states()
-    for shard in shards:
-        with pytest.raises(StateError, match="cannot go from 'left' to 'steady'"):
-            shard.to(ShardState.STEADY)
-    inside.stepper(module).take_states()
+        assert attempts(pair.module) == []
+        assert pair.module.last_report.early.kept == len(list(found.shards))

@@ -12,9 +12,11 @@ from torch import nn
 
 from elixir.chunk.memory import Memory
 from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
+from elixir.wrapper.step.elementwise import options_of
+from elixir.wrapper.step.rules import AdamRule
 from elixir.wrapper.step.shard import ShardGradients
 from elixir.wrapper.step.update import can_share
-from tests.common.one_shard import class_states, fused_states, shard_of, transposed, weights_of, zeros
+from tests.common.one_shard import another, shard_of, states_of, transposed, weights_of
 
 
 class Ticket:
@@ -122,19 +124,23 @@ def test_gradients_are_multiplied_in_place_if_they_may_and_have_the_dtype(
 def test_shards_share_a_call_if_no_gradient_is_copied(
     factor: Any, in_place: bool, dtype: torch.dtype, shares_call: bool, can: bool
 ) -> None:
-    states = SimpleNamespace(shares_call=shares_call, master=torch.ones(1))
-    shard: Any = SimpleNamespace(states=states, chunk=SimpleNamespace(dtype=dtype))
+    states, rule = SimpleNamespace(master=torch.ones(1)), SimpleNamespace(shares_call=shares_call)
+    shard: Any = SimpleNamespace(states=states, rule=rule, chunk=SimpleNamespace(dtype=dtype))
     assert can_share(shard, inputs(factor, torch.ones(3), in_place=in_place)) is can
 
 
 def early_of(after: Any = (), **options: Any) -> tuple[Any, Any, EarlyUpdate]:
     """Current states, other ones, and an early update from the ones into the others."""
-    old: Any = fused_states()
-    new = old.empty_like(zeros(25, torch.float32), class_states().segments, zeros)
-    old.weights, new.weights = torch.full((25,), 7.0, dtype=torch.bfloat16), zeros(25, torch.bfloat16)
+    rule = AdamRule("float32", decoupled=True)
+    old = states_of(rule)
+    before = old.master.clone()
+    new = another(old, rule)
+    old.master.copy_(before)
+    old.weights, new.weights = (torch.full((25,), value, dtype=torch.bfloat16) for value in (7.0, 0.0))
     arrived = [(each, torch.ones(each.slot.numel)) for each in old.segments]
-    given = Inputs(arrived, None, 1.0, [options, options], 0, 0)
-    return old, new, EarlyUpdate(given, old, new, tuple(filled_by(ticket) for ticket in after))
+    adam = options_of(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.5).param_groups[0])
+    given = Inputs(arrived, None, 1.0, [adam | options] * 2, 0, 0)
+    return old, new, EarlyUpdate(given, rule.step, old, new, tuple(filled_by(ticket) for ticket in after))
 
 
 def test_an_early_update_computes_new_states_after_what_it_waits_for() -> None:
@@ -144,7 +150,6 @@ def test_an_early_update_computes_new_states_after_what_it_waits_for() -> None:
     early.run(lambda: released.append([each.waits for each in tickets]), forms)
     assert released == [[["this thread"]] * 2]
     assert len(forms) == 1
-    assert [states.param_groups[0]["lr"] for states in (old, new)] == [2.0, 2.0]
     assert torch.equal(old.master, before)
     assert (before - new.master).tolist() == pytest.approx(
         [2.0 + 2.0 * 0.01 * each for each in before.tolist()], rel=1e-4

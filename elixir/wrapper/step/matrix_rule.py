@@ -1,4 +1,4 @@
-"""`MatrixStates`: the states of an optimizer over whole matrices, and `MatrixRoom`, in which matrices get orthogonal.
+"""`MatrixRule`: steps whole matrices, and `MatrixRoom`, in which matrices get orthogonal.
 
 The momentum lies and is updated at the home of the states. Each direction then passes through the device:
 
@@ -33,9 +33,10 @@ from elixir.memory_order import flattened, order_of, shaped
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import directions_numel, owned_numel, owners, part_of, room_bytes, stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.wrapper.step.class_states import ClassStates, MakesOptimizer
-from elixir.wrapper.step.segments import Arrived, Segment
-from elixir.wrapper.step.states import BY_CLASS
+from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.rules import BY_CLASS, MakesOptimizer, Rule
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.states import Kind, States
 
 _WIDTH = torch.bfloat16
 _ROOMS: WeakKeyDictionary[Arena, MatrixRoom] = WeakKeyDictionary()
@@ -195,105 +196,104 @@ class Exchange:
         self._group.swap(self._from_others, self._of_others, f"orthogonal {self._what}")
 
 
-class MatrixStates(ClassStates):
-    """See `States`. On one rank every segment is a whole matrix; several ranks have an `Exchange`.
+class MatrixRule(Rule):
+    """See `Rule`. On one rank every segment is a whole matrix; several ranks have an `Exchange`.
 
     Args:
         user: gives groups and options.
-        master: the flat shard of weights or masters.
-        segments: its matrices.
         rule: of the optimizer.
         room: makes matrices orthogonal.
-        chunk: of the shard.
-        weights: see `States`.
+        staged: whether the host steps, so that directions pass through staging buffers.
         exchange: of several ranks.
     """
+
+    accepts_tensor_factor = True
 
     def __init__(
         self,
         user: MakesOptimizer,
-        master: torch.Tensor,
-        segments: list[Segment],
         rule: type[MuonRule],
         room: MatrixRoom,
         *,
-        chunk: Chunk,
-        weights: torch.Tensor | None,
+        staged: bool,
         exchange: Exchange | None = None,
     ) -> None:
-        super().__init__(user, master, segments, weights=weights, extent=chunk.stored)
-        self._rule, self._room, self._staged, self._exchange = rule, room, chunk.plan.update_home == "host", exchange
+        self._user, self._rule, self._room, self._staged, self._exchange = user, rule, room, staged, exchange
+        self._options: Sequence[Mapping[str, Any]] = ()  # by group, of the step that has begun
         if exchange is not None:
             self.turn, self.exchanged_bytes = partial(self._run_turn, exchange), exchange.received_bytes
-            self._parts = room.stage(0, len(exchange.directions)) if self._staged else exchange.directions
+            self._parts = room.stage(0, len(exchange.directions)) if staged else exchange.directions
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """See `Rule`."""
+        return {MOMENTUM: Kind(dtype)}
+
+    def attach(self, states: States) -> None:
+        """See `Rule`."""
+        states.optimizer = self._user.over(states.segments)  # only keeps the states
+        states.by_weights = states.optimizer.state
 
     def step(
         self,
-        arrived: Arrived,
-        gradients: torch.Tensor | None,
+        states: States,
+        inputs: Inputs,
         factor: float | torch.Tensor,
         weight_out: torch.Tensor | None,
-        into: ClassStates | None = None,
+        into: States | None = None,
     ) -> set[str]:
-        """See `States`."""
+        """See `Rule`."""
         if self._exchange is not None:
-            for segment, _ in arrived:
+            for segment, _ in inputs.arrived:
                 part = self._parts[segment.part]
-                self._rule.change(self._weights(segment), part, segment.slot.shape, self._options(segment))
-            return {BY_CLASS}
-        if self._staged:
-            self._step_staged(arrived, factor)
-            return {BY_CLASS}
-        for segment, gradient in arrived:
-            inputs = gradient, self._momentum(segment), factor
-            self._room.of_device(self._rule, segment, inputs, self._options(segment), self._weights(segment))
+                options = inputs.options[segment.group]
+                self._rule.change(segment.weights.detach(), part, segment.slot.shape, options)
+        elif self._staged:
+            self._step_staged(states, inputs, factor)
+        else:
+            for segment, gradient in inputs.arrived:
+                given, options = (gradient, _momentum(states, segment), factor), inputs.options[segment.group]
+                self._room.of_device(self._rule, segment, given, options, segment.weights.detach())
         return {BY_CLASS}
 
-    def begin(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
-        """See `States`."""
-        for segment, gradient in arrived:
-            out = self._parts[segment.part]
-            self._rule.direction(gradient, self._momentum(segment), factor, self._options(segment), out)
+    def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
+        """See `Rule`."""
+        self._options = inputs.options
+        for segment, gradient in inputs.arrived:
+            out, options = self._parts[segment.part], inputs.options[segment.group]
+            self._rule.direction(gradient, _momentum(states, segment), factor, options, out)
 
     def _run_turn(self, exchange: Exchange) -> None:
         directions = exchange.directions
         if self._staged:
             directions.copy_(self._parts, non_blocking=True)
-        exchange.run(self._rule, self.optimizer.param_groups)
+        exchange.run(self._rule, self._options)
         if self._staged:
             self._parts.copy_(directions, non_blocking=True)
 
-    def _step_staged(self, arrived: Arrived, factor: float | torch.Tensor) -> None:
+    def _step_staged(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
         """Steps matrices whose states live on the host: the momentum of one while the device has the one before."""
         room, rule = self._room, self._rule
         turning: tuple[Segment, torch.Tensor, torch.cuda.Event | None] | None = None
-        for turn, (segment, gradient) in enumerate(arrived):
-            stage, options = room.stage(turn, segment.slot.numel), self._options(segment)
-            rule.direction(gradient, self._momentum(segment), factor, options, stage)
+        for turn, (segment, gradient) in enumerate(inputs.arrived):
+            stage, options = room.stage(turn, segment.slot.numel), inputs.options[segment.group]
+            rule.direction(gradient, _momentum(states, segment), factor, options, stage)
             event = room.turn_staged(rule, segment, stage, options)
-            self._end_turn(turning)
+            self._end_turn(turning, inputs)
             turning = segment, stage, event
-        self._end_turn(turning)
+        self._end_turn(turning, inputs)
 
-    def _end_turn(self, turning: tuple[Segment, torch.Tensor, torch.cuda.Event | None] | None) -> None:
+    def _end_turn(self, turning: tuple[Segment, torch.Tensor, torch.cuda.Event | None] | None, inputs: Inputs) -> None:
         if turning is None:
             return
         segment, stage, event = turning
         if event is not None:
             event.synchronize()  # this thread reads the staging buffer, which the device fills
-        self._rule.change(self._weights(segment), stage, segment.slot.shape, self._options(segment))
+        options = inputs.options[segment.group]
+        self._rule.change(segment.weights.detach(), stage, segment.slot.shape, options)
 
-    def _options(self, segment: Segment) -> dict[str, Any]:
-        options: dict[str, Any] = self.optimizer.param_groups[segment.group]
-        return options
 
-    def _weights(self, segment: Segment) -> torch.Tensor:
-        return flattened(segment.weights.detach(), segment.order)
-
-    def _momentum(self, segment: Segment) -> torch.Tensor:
-        """The momentum, flat; made in the first step."""
-        state = self.optimizer.state[segment.weights]
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(segment.weights, requires_grad=False)
-        found: torch.Tensor = state[MOMENTUM]
-        return flattened(found, segment.order)
+def _momentum(states: States, segment: Segment) -> torch.Tensor:
+    """The momentum, flat; zeros before the first step."""
+    if segment.weights not in states.by_weights:
+        states.put(segment, [MOMENTUM], {})
+    return states.part(MOMENTUM, segment)

@@ -11,7 +11,7 @@ import torch
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.fused_states import FusedStates
+from elixir.wrapper.step.rules import AdamRule
 from tests.common import gpu, inside
 from tests.common.parity import Case, case, make_plan, mixed, report_of, square_loss
 
@@ -49,8 +49,7 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     theirs = OPTIMIZERS[name](plain)
     module, optimizer = wrapped(it, mode, OPTIMIZERS[name], max_norm=1.0)
     assert (
-        sum(isinstance(part.states, FusedStates) for part in inside.shards(module))
-        >= len(list(inside.shards(module))) // 2
+        sum(isinstance(part.rule, AdamRule) for part in inside.shards(module)) >= len(list(inside.shards(module))) // 2
     )
     schedulers = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, STEPS) for o in (optimizer, theirs)]
     for step in range(STEPS):

@@ -1,0 +1,352 @@
+"""`Rule`: steps the `States` of a shard. `AdamRule` is Adam in one pass over memory, `ClassRule` the user's class.
+
+`elixir.wrapper.step.matrix_rule` has the third, over whole matrices. `UserOptimizer.rule_for` chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elixir.hardware.process_memory import HEAP
+from elixir.kernels.adam.adam_rule import group_options
+from elixir.kernels.adam.moments import MasterStates
+from elixir.kernels.adam.step import COPIED, adam_step, adam_step_out_of_place
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
+from elixir.torch_private import while_nothing_compiles
+from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.elementwise import set_options
+from elixir.wrapper.step.segments import Arrived, Segment
+from elixir.wrapper.step.states import ADAM_KINDS, SCALE_SUFFIX, Kind, States, is_elementwise
+
+BY_CLASS = "by its class"
+"""The form of a step by the user's own class."""
+_FIRST_NUMEL = 2**20
+"""Elements of a piece of a first step, in which a class makes states: they are there twice for one piece only."""
+
+
+class Rule(Protocol):
+    """How one optimizer steps the states of one shard. An implementation inherits from it."""
+
+    is_predictable: bool = True
+    """Whether a step without a gradient does nothing, and the first one with a gradient creates all states of a
+    segment. Other classes may count steps, or create states later."""
+    accepts_tensor_factor: bool = False
+    """Whether the factor of a step may be a tensor on the device."""
+    shares_call: bool = False
+    """Whether one call may step several shards; see `prepare`."""
+    exchanged_bytes: int = 0
+    """Bytes that this rank receives from others in each step."""
+    turn: Callable[[], None] | None = None
+    """Work between `begin` and `step`, on the lane of the network; None if `step` does it all."""
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """The kinds of elementwise states of weights in a dtype, as far as they are known before the first step."""
+
+    def attach(self, states: States) -> None:
+        """Prepares to step a new set of states."""
+        return
+
+    def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
+        """Runs the first part of a step with a `turn`; arguments as of `step`."""
+        return
+
+    def prepare(
+        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
+    ) -> Callable[[], None] | None:
+        """Gives gradients to a call that steps all shards that were prepared; one that `shares_call` has it.
+
+        Args:
+            states, inputs, factor: as of `step`.
+            given: takes the gradients back when it ends.
+
+        Returns:
+            The call; None if the shard needs none.
+        """
+        return None
+
+    def step(
+        self,
+        states: States,
+        inputs: Inputs,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: States | None = None,
+    ) -> set[str]:
+        """Runs one step.
+
+        Args:
+            states: of the shard.
+            inputs: have the gradients and the options.
+            factor: multiplies the gradients first; a tensor only if `accepts_tensor_factor`.
+            weight_out: takes the new weights of the shard, flat, in its dtype, if the same pass can write them.
+            into: takes the new states, and `states` stay unchanged. Then all segments have gradients.
+
+        Returns:
+            The forms of the step (`elixir.kernels.adam`). With `BY_CLASS` nothing was written to `weight_out`.
+        """
+
+
+class AdamRule(Rule):
+    """Adam in one pass over the shard; see `Rule`.
+
+    With float32 moments, neighbouring segments of one group at the same step may be stepped as one run, with the unused
+    gaps between them. A parameter that is frozen or belongs to another optimizer ends a run. Moments in fewer bits are
+    stepped segment by segment, so that rounding is the same in every home. It depends on the place in the shard, and
+    blocks of 8-bit moments count from the shard's start, whichever optimizers share the shard.
+
+    Args:
+        moments: the form of the moments.
+        decoupled: whether weight decay is AdamW's, for groups that do not say.
+        joins: whether segments are stepped as runs. One by one they have the bits of torch's fused classes, which round
+            the last elements of a tensor in another way than the others.
+    """
+
+    def __init__(self, moments: MomentKind, *, decoupled: bool, joins: bool = True) -> None:
+        self._moments, self._decoupled, self._joins = moments, decoupled, joins and moments == "float32"
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """See `Rule`."""
+        if self._moments != "8bit":
+            return dict.fromkeys(ADAM_KINDS, Kind(torch.float32 if self._moments == "float32" else torch.bfloat16))
+        found = {}
+        for kind, codes in zip(ADAM_KINDS, (torch.int8, torch.uint8), strict=True):
+            found[kind] = Kind(codes, block=BLOCK_NUMEL)
+            found[kind + SCALE_SUFFIX] = Kind(torch.float32, width=BLOCK_NUMEL)
+        return found
+
+    def step(
+        self,
+        states: States,
+        inputs: Inputs,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: States | None = None,
+    ) -> set[str]:
+        """See `Rule`."""
+        number = float(factor)
+        if into is not None and self._moments == "8bit":
+            # Under some plans segments share blocks, so each must find the segments before it stepped.
+            into.become(states)
+            self.step(into, inputs.of(into.segments), number, weight_out)
+            return {COPIED}
+        if not self._joins or inputs.gradients is None:
+            return {
+                self._run(states, [one], gradient, inputs, number, weight_out, into) for one, gradient in inputs.arrived
+            }
+        here = {id(segment) for segment, _ in inputs.arrived}
+        runs: list[list[Segment]] = []
+        for segment in (segment for segment in states.segments if id(segment) in here):
+            if runs and _joins(states, runs[-1][-1], segment):
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        whole = inputs.gradients
+        return {self._run(states, run, whole[_part(run)], inputs, number, weight_out, into) for run in runs}
+
+    def _run(
+        self,
+        states: States,
+        run: list[Segment],
+        gradient: torch.Tensor,
+        inputs: Inputs,
+        factor: float,
+        weight_out: torch.Tensor | None,
+        into: States | None,
+    ) -> str:
+        part = _part(run)
+        options = group_options(inputs.options[run[0].group], decoupled=self._decoupled)
+        out = None if weight_out is None else weight_out[part]
+        number = int(_count(states, run[0])) + 1
+        places = {segment.place for segment in run}
+        for segment in (states if into is None else into).segments:
+            if segment.place in places:
+                _count(states if into is None else into, segment).fill_(number)
+        moments = states.moments(run[0])
+        if into is None:
+            return adam_step(gradient, states.master[part], out, moments, options, number, factor, at=part.start)
+        old, new = MasterStates(states.master[part], moments), MasterStates(into.master[part], into.moments(run[0]))
+        return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
+
+
+def _count(states: States, segment: Segment) -> torch.Tensor:
+    """The number of a segment's last step, a tensor without dimensions."""
+    state = states.by_weights.setdefault(segment.weights, {})
+    if not state:
+        state["step"] = torch.zeros((), device="cpu")
+    count: torch.Tensor = state["step"]
+    return count
+
+
+def _joins(states: States, one: Segment, other: Segment) -> bool:
+    adjacent = other.place == one.place + 1
+    return adjacent and one.group == other.group and bool(_count(states, one) == _count(states, other))
+
+
+def _part(run: list[Segment]) -> slice:
+    return slice(run[0].start, run[-1].part.stop)
+
+
+class MakesOptimizer(Protocol):
+    """Makes optimizers of the user's class; see `elixir.wrapper.step.user_optimizer.UserOptimizer`."""
+
+    is_predictable: bool
+    """See `Rule`."""
+
+    def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
+        """Creates an optimizer of the class over segments, with their groups' options."""
+
+    def over_one(self, weights: nn.Parameter, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Creates an optimizer of the class over one weight."""
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """The kinds of elementwise states that the class makes for weights in a dtype, found by a trial."""
+
+
+class ClassRule(Rule):
+    """The user's class, over views of the shard. What it makes itself is moved to where `States` has it.
+
+    Args:
+        user: creates optimizers of the class.
+        shared: an optimizer that steps several shards; its groups have parameters only during a call.
+    """
+
+    accepts_tensor_factor = True
+
+    def __init__(self, user: MakesOptimizer, shared: torch.optim.Optimizer | None = None) -> None:
+        self._user, self._shared = user, shared
+        self.is_predictable, self.shares_call = user.is_predictable, shared is not None
+
+    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+        """See `Rule`."""
+        return self._user.kinds(dtype)
+
+    def attach(self, states: States) -> None:
+        """See `Rule`."""
+        states.optimizer = self._shared or self._user.over(states.segments)
+        states.by_weights = states.optimizer.state
+        for segment in states.segments:
+            states.by_weights.pop(segment.weights, None)  # what a constructor makes is made again in the first step
+
+    def step(
+        self,
+        states: States,
+        inputs: Inputs,
+        factor: float | torch.Tensor,
+        weight_out: torch.Tensor | None,
+        into: States | None = None,
+    ) -> set[str]:
+        """See `Rule`."""
+        if into is not None:
+            into.become(states)
+            self.step(into, inputs.of(into.segments), factor, None)
+            if weight_out is not None:
+                weight_out.copy_(into.master)
+            return {COPIED}
+        arrived = self._begun(states, inputs, factor)
+        if arrived or not self.is_predictable:
+            begun = {id(segment) for segment, _ in inputs.arrived} - {id(segment) for segment, _ in arrived}
+            with (
+                self.with_gradients(states, arrived, factor),
+                _without(states, [each.weights for each in states.segments if id(each) in begun]),
+            ):
+                self._call(states)
+        for segment in states.segments if not self.is_predictable else [each for each, _ in arrived]:
+            states.adopt(segment)
+        return {BY_CLASS}
+
+    def prepare(
+        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
+    ) -> Callable[[], None] | None:
+        """See `Rule`."""
+        arrived = self._begun(states, inputs, factor)
+        given.enter_context(self.with_gradients(states, arrived, factor))
+        return partial(self._call, states) if arrived else None
+
+    def _call(self, states: States) -> None:
+        with while_nothing_compiles():
+            _optimizer(states).step()
+
+    def _begun(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> Arrived:
+        """Sets the options of a step, and makes the first step of segments that have none; returns the others."""
+        for group, values in zip(_optimizer(states).param_groups, inputs.options, strict=True):
+            set_options(group, values)
+        if not states.kinds:
+            return inputs.arrived
+        later = []
+        for segment, gradient in inputs.arrived:
+            if segment.weights in states.by_weights:
+                later.append((segment, gradient))
+            else:
+                self._first(states, segment, gradient, factor)
+        return later
+
+    def _first(self, states: States, segment: Segment, gradient: torch.Tensor, factor: float | torch.Tensor) -> None:
+        """Makes the first step of a segment piece by piece."""
+        options = _optimizer(states).param_groups[segment.group]
+        kinds: list[str] = []
+        numbers: dict[str, Any] = {}
+        for first in range(0, gradient.numel(), _FIRST_NUMEL):
+            piece = slice(first, first + _FIRST_NUMEL)
+            part = replace(segment, weights=nn.Parameter(segment.weights.detach()[piece]))
+            made = self._user.over_one(part.weights, options)
+            part.weights.grad = _scaled(gradient[piece], part.weights.dtype, factor)
+            with while_nothing_compiles():
+                made.step()
+            state = made.state.get(part.weights, {})
+            kinds = [kind for kind, value in state.items() if is_elementwise(kind, value, part.weights)]
+            for kind in kinds:
+                states.take(kind, segment, state[kind], first)
+            numbers = {kind: value for kind, value in state.items() if kind not in kinds}
+        states.put(segment, kinds, numbers)
+
+    @contextlib.contextmanager
+    def with_gradients(self, states: States, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
+        """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards."""
+        groups = _optimizer(states).param_groups
+        HEAP.trim_if_over(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
+        try:  # an error must leave nothing for the next call
+            for segment, gradient in arrived:
+                # In float32 without a factor this is the gradient itself, as in plain PyTorch.
+                segment.weights.grad = _scaled(gradient, segment.weights.dtype, factor)
+                if self.shares_call:
+                    groups[segment.group]["params"].append(segment.weights)
+            yield
+        finally:
+            for group in groups if self.shares_call else ():
+                group["params"] = []
+            for segment, _ in arrived:
+                segment.weights.grad = None
+
+
+@contextlib.contextmanager
+def _without(states: States, begun: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Leaves weights out of a call: a class may act on those that have no gradient."""
+    groups = _optimizer(states).param_groups
+    before, out = [group["params"] for group in groups], set(begun)
+    try:
+        for group in groups if out else ():
+            group["params"] = [weights for weights in group["params"] if weights not in out]
+        yield
+    finally:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+
+
+def _optimizer(states: States) -> torch.optim.Optimizer:
+    """The optimizer that `ClassRule.attach` has made."""
+    assert states.optimizer is not None
+    return states.optimizer
+
+
+def _scaled(gradient: torch.Tensor, dtype: torch.dtype, factor: float | torch.Tensor) -> torch.Tensor:
+    value = gradient.to(dtype)
+    if isinstance(factor, torch.Tensor) or factor != 1.0:
+        return value * factor if value is gradient else value.mul_(factor)
+    return value
