@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,7 @@ def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
     for model in args.models:
         files.refuse_artifact(model)
     prices, machines = _prices(args), _machines(args, args.hardware)
-    interrupted: SweepInterrupted | None = None
-    try:
-        with output.progress() as progress:
-            rows = sweep(args.models, machines, args.world_sizes, args.batches, progress=progress, **_asked(args))
-    except SweepInterrupted as stop:
-        interrupted, rows = stop, stop.found
+    rows, interrupted = _tried(args, partial(sweep, args.models, machines, args.world_sizes, args.batches))
     written = files.written(
         (args.csv, lambda path: write_atomically(path, to_frame(rows).to_csv(index=False))),
         (args.plot, lambda path: plot_sweep(rows, path)),
@@ -63,7 +58,7 @@ def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
         _note_host_memory(args, machines)
         yield from written
     if interrupted is not None:
-        yield _cut_short("sweep", interrupted)
+        yield _cut_short(args, interrupted)
 
 
 def run_fit(args: argparse.Namespace) -> Iterator[Said]:
@@ -73,13 +68,8 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
     machines = None if names is None else _machines(args, names)
-    interrupted: SweepInterrupted | None = None
-    try:
-        with output.progress() as progress:
-            tried = {"batch": args.batch or 1, "counts": args.world_sizes, "progress": progress}
-            found = fit(args.model, machines, **tried, **_asked(args))
-    except SweepInterrupted as stop:
-        interrupted, found = stop, stop.found
+    asked = partial(fit, args.model, machines, batch=args.batch or 1, counts=args.world_sizes)
+    found, interrupted = _tried(args, asked)
     best = found.best
     if args.json:
         yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
@@ -93,7 +83,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
         yield from _cheapest(found.rows, prices, args.tokens)
         _note_host_memory(args, machines)
     if interrupted is not None:
-        yield _cut_short("fit", interrupted)
+        yield _cut_short(args, interrupted)
     elif best is None:
         last = found.rows[-1]
         given = zip(names or (), machines or (), strict=True)
@@ -108,20 +98,22 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
         yield UNSOLVED_STATUS
 
 
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The step and the search that a sweep or a fit is about; tells on standard error of each row as it comes."""
-    optimizer = from_flags.optimizer_class(args.optimizer)
-    return {
-        "step": from_flags.step_asked(args),
-        "asked": from_flags.asked(args, optimizer),
-        "network_bytes_per_s": args.network,
-        "each": lambda row: print(row_text(row), file=sys.stderr, flush=True),
-    }
+def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, SweepInterrupted | None]:
+    """What a sweep or a fit finds, telling on standard error of each row as it comes; and the interrupt that ended it,
+    if one did."""
+    asked = from_flags.asked(args, from_flags.optimizer_class(args.optimizer))
+    tell: dict[str, Any] = {"each": lambda row: print(row_text(row), file=sys.stderr, flush=True)}
+    try:
+        with output.progress() as progress:
+            step = from_flags.step_asked(args)
+            return ask(step=step, asked=asked, network_bytes_per_s=args.network, progress=progress, **tell), None
+    except SweepInterrupted as stop:
+        return stop.found, stop
 
 
-def _cut_short(command: str, interrupted: SweepInterrupted) -> int:
+def _cut_short(args: argparse.Namespace, interrupted: SweepInterrupted) -> int:
     """Says that an interrupt ended a command whose rows so far are printed; the exit status."""
-    print(f"elixir {command}: {interrupted}; all rows so far are printed", file=sys.stderr)
+    print(f"elixir {args.command}: {interrupted}; all rows so far are printed", file=sys.stderr)
     return INTERRUPTED_STATUS
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from elixir.artifact import Artifact
 from elixir.cli import main, output
 from elixir.cli.options import build_parser, normalise
-from elixir.errors import InputError, Lever, PlanError, StateError, UserInterruptError, unknown_name
+from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
@@ -453,7 +453,7 @@ def test_a_defect_of_ours_is_status_1(error: Exception, stub: Stub, capsys: pyte
     assert "internal error" in fails(capsys, "profile", "x", status=1)
 
 
-@pytest.mark.parametrize("error", [InputError("why"), UserInterruptError("why")])
+@pytest.mark.parametrize("error", [InputError("why"), KeyboardInterrupt("why")])
 @pytest.mark.parametrize("argv", [("--debug", "profile", "x"), ("profile", "x", "--debug")])
 def test_debug_raises(argv: tuple[str, ...], error: BaseException, stub: Stub) -> None:
     stub.results["trace_step"] = error
