@@ -38,18 +38,11 @@ def contained(what: str, failed: str = "") -> Iterator[None]:
     try:
         with restored(DEVICE, *COMPUTATION), warnings.catch_warnings():
             yield
-    except KeyboardInterrupt:
-        raise
-    except SystemExit as error:
-        code = 0 if error.code is None else error.code
-        status = int(code) if isinstance(code, int) else f"1: {shortened(_printed(code))}"
-        raise InputError(f"{what} exited (status {status}); it has to return") from error
-    except Exception as error:
-        if not failed:
-            raise
-        raise InputError(f"{failed}: {described(error)}") from error
     except BaseException as error:
-        raise InputError(f"{what} raised {described(error)}") from error
+        is_ordinary = isinstance(error, Exception)
+        if isinstance(error, KeyboardInterrupt) or (is_ordinary and not failed):
+            raise
+        raise InputError(f"{failed if is_ordinary else f'{what} has to return'}: {described(error)}") from error
     finally:
         sys.stdin, sys.stdout, sys.stderr = streams
 

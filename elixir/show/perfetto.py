@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from elixir.artifact import write_atomically
-from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import packed_step_of, trace_under
 from elixir.search.problem.joined_trace import joined_trace
@@ -27,52 +26,36 @@ _NAMES_SHOWN = 8
 Event = dict[str, Any]
 
 
-def chrome_trace(simulation: Simulation, plan: Plan | None = None, trace: StepTrace | None = None) -> dict[str, Any]:
+def chrome_trace(simulation: Simulation, plan: Plan, trace: StepTrace) -> dict[str, Any]:
     """The step in Chrome's trace event format ("JSON object format"), which Perfetto and chrome://tracing open.
 
-    Every resource is a thread; times are in microseconds, as the format wants.
+    Every resource is a thread; times are in microseconds, as the format wants. Events name parameters and bytes of
+    their chunk, arrows lead from each piece of work on a chunk to the next, a thread shows for which lane compute
+    waits, and a counter shows device memory.
 
     Args:
         simulation: of `simulate_step`.
-        plan: that was simulated: events name parameters and bytes of their chunk, arrows lead from each piece of work
-            on a chunk to the next, and a thread shows for which lane compute waits.
-        trace: that the plan was made from: a counter shows device memory.
+        plan: that was simulated.
+        trace: that the plan was made from.
 
     Raises:
         InputError: nothing happens in the step, or plan and trace do not go together.
     """
     check_simulation(simulation)
-    lanes = [RESOURCE_LABELS[name] for name in LANE_ORDER] + ["compute waits for"] * (plan is not None)
     events = [_event("M", "process_name", args={"name": "one rank, simulated"})]
-    for number, lane in enumerate(lanes):
+    for number, lane in enumerate([*(RESOURCE_LABELS[name] for name in LANE_ORDER), "compute waits for"]):
         events.append(_event("M", "thread_name", number, args={"name": lane}))
         events.append(_event("M", "thread_sort_index", number, args={"sort_index": number}))
     for span in simulation.timeline:
-        about = {} if span.chunk is None else {"chunk": span.chunk}
-        if plan is not None and span.chunk is not None:
-            about |= _about(plan, span)
+        about = {} if span.chunk is None else {"chunk": span.chunk} | _about(plan, span)
         name = span.name if span.chunk is None else f"{span.name} chunk {span.chunk}"
         events.append(_slice(name, span.name, span.start_s, span.end_s, LANE_ORDER.index(span.resource), about))
-    if plan is not None:
-        events += [*_waits(simulation), *_flows(simulation)]
-        if trace is not None:
-            events += _memory(simulation, plan, trace)
+    events += [*_waits(simulation), *_flows(simulation), *_memory(simulation, plan, trace)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def save_chrome_trace(
-    simulation: Simulation,
-    path: str | os.PathLike[str],
-    plan: Plan | None = None,
-    trace: StepTrace | None = None,
-) -> Path:
-    """Writes `chrome_trace` to `path`, atomically.
-
-    Raises:
-        InputError: as `chrome_trace`, or `path` does not end in .json.
-    """
-    if not os.fspath(path).lower().endswith(".json"):
-        raise InputError(f"{os.fspath(path)!r} must end in .json, which is what a Chrome trace is")
+def save_chrome_trace(simulation: Simulation, path: str | os.PathLike[str], plan: Plan, trace: StepTrace) -> Path:
+    """Writes `chrome_trace` to `path`, atomically; raises as it does."""
     text = json.dumps(chrome_trace(simulation, plan, trace), allow_nan=False, separators=(",", ":"))
     return write_atomically(path, text.encode())
 
@@ -138,22 +121,14 @@ def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Ev
     activations = plan.predicted.device_parts.get("activations", 0)
     rest = plan.predicted.device_peak_bytes - activations
     place = 0
-    for span in simulation.timeline:
-        if span.resource != RESOURCES[0]:
-            continue
-        found = None
-        if span.name in ("forward", "recompute", "backward"):
-            following = range(place, place + len(live))  # with several micro-batches, round and round
-            found = next((at for at in following if _is(plan, at % len(live), span)), None)
-        amount = 0 if found is None else live[found % len(live)]
+    for span in (span for span in simulation.timeline if span.resource == RESOURCES[0]):
+        following = (at % len(live) for at in range(place, place + len(live)))  # round and round, by micro-batches
+        uses = ((at, plan.order[at]) for at in following)
+        found = next((at for at, use in uses if (use.phase, *use.chunks[:1]) == (span.name, span.chunk)), None)
         place = place if found is None else found
+        amount = 0 if found is None else live[found]
         kinds = {"weights, states and buffers": rest, "activations": min(amount, activations)}
         yield _event("C", "device memory", at_s=span.start_s, args=kinds)
-
-
-def _is(plan: Plan, entry: int, span: WorkSpan) -> bool:
-    use = plan.order[entry]
-    return use.phase == span.name and use.chunks[0] == span.chunk
 
 
 def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:

@@ -111,8 +111,8 @@ def words(command: str, folder: Path, **functions: str) -> list[str]:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("exits", "exited (status 0)"), ("exits_silently", "exited (status 0)"), ("fails", "exited (status 1: bye)"),
-        ("odd", "raised Odd: odd"), ("leaves", "raised GeneratorExit"),
+        ("exits", "SystemExit: 0"), ("exits_silently", "has to return: SystemExit"), ("fails", "SystemExit: bye"),
+        ("odd", "has to return: Odd: odd"), ("leaves", "has to return: GeneratorExit"),
     ],
 )  # fmt: skip
 def test_code_that_ends_the_process_is_an_error(
@@ -168,11 +168,11 @@ def test_forward_and_import_that_end_the_process(
 ) -> None:
     module = name_of(folder)
     assert main(["profile", f"{module}_ends:model"]) == 2
-    assert f"the import of {module}_ends exited (status 0)" in capsys.readouterr().err
+    assert f"the import of {module}_ends has to return: SystemExit: 0" in capsys.readouterr().err
     monkeypatch.setenv("ENDS_IN", "forward")
     for command in ("profile", "fit"):
         assert main(words(command, folder)) == 2
-        assert "the step exited (status 3)" in capsys.readouterr().err
+        assert "the step has to return: SystemExit: 3" in capsys.readouterr().err
 
 
 def test_a_function_that_upsets_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_a_library_call_lets_interrupts_through(folder: Path) -> None:
     module = name_of(folder)
     with pytest.raises(KeyboardInterrupt):
         build(f"{module}:interrupts")
-    with pytest.raises(InputError, match=r"exited \(status 0\)"):
+    with pytest.raises(InputError, match="has to return: SystemExit: 0"):
         build(f"{module}:exits")
 
 
