@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from elixir.errors import InputError
 from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.microbench.adam import adam_work
 from elixir.microbench.bench import Bench, Effort
+from elixir.microbench.compute import adam_work
 from elixir.microbench.fitting import Found, profile_of, system_facts, threads_text
 from elixir.microbench.transfers import copy_work, memory_work
 from elixir.units import MIB, dtype_name

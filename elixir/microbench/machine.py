@@ -10,15 +10,13 @@ import torch
 
 from elixir.files import PathLike
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.bench import Bench, Job, Progress, default_device, run_jobs
 from elixir.microbench.brief import CUDA_BLOCK_OPERATORS, LAUNCH_NUMEL, call_s
-from elixir.microbench.collectives import collective_jobs
-from elixir.microbench.compute import DTYPES, compute_jobs
+from elixir.microbench.compute import DTYPES, adam_jobs, all_threads_jobs, compute_jobs, compute_threads, thread_counts
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
 from elixir.microbench.fitting import Found, Measured, profile_of, slug, system_facts
 from elixir.microbench.ranks import Ranks
-from elixir.microbench.transfers import link_jobs, pinning_rate, transfer_jobs
+from elixir.microbench.transfers import collective_jobs, link_jobs, pinning_rate, transfer_jobs
 from elixir.units import dtype_name
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import torch
 from elixir.hardware.host_share import HostView, adam_threads
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.microbench import adam, machine
 from elixir.microbench import bench as bench_module
+from elixir.microbench import compute, machine
 from elixir.microbench.bench import Bench, Effort, median_seconds, run_jobs
 from elixir.microbench.fitting import Series
 from elixir.microbench.ranks import Ranks
@@ -47,11 +47,11 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
 def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tuple[int, ...]]]]:
     """The ranks of a GPU machine of 8 cores measure the host's Adam on their threads and cores."""
     bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
-    adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
+    compute.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
     asked: set[tuple[int, tuple[int, ...]]] = set()
-    adam.use_threads = lambda threads, cores: asked.add((threads, cores))
+    compute.use_threads = lambda threads, cores: asked.add((threads, cores))
     bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size), fixed=TINY)
-    jobs = [job for job in adam.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
+    jobs = [job for job in compute.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
     return [result.key for result in run_jobs(jobs) if result.series is not None], asked
 
 

@@ -26,16 +26,23 @@ from elixir.hardware.host_share import HostView
 from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
-from elixir.microbench import adam, measure
 from elixir.microbench import bench as bench_module
-from elixir.microbench.adam import HostAdam, adam_jobs, adam_work, compute_threads, thread_counts
+from elixir.microbench import compute, measure
 from elixir.microbench.bench import Bench, Effort, Job, Workload, geometric, median_seconds
-from elixir.microbench.collectives import collective_jobs
-from elixir.microbench.compute import attention_work, compute_jobs, matmul_work
+from elixir.microbench.compute import (
+    HostAdam,
+    adam_jobs,
+    adam_work,
+    attention_work,
+    compute_jobs,
+    compute_threads,
+    matmul_work,
+    thread_counts,
+)
 from elixir.microbench.fitting import Measured, Series, fit_points, fitted
 from elixir.microbench.ranks import Ranks, joined
 from elixir.microbench.script import as_json, as_table, format_rate, run_script
-from elixir.microbench.transfers import memory_work, transfer_jobs
+from elixir.microbench.transfers import collective_jobs, memory_work, transfer_jobs
 from tests.common import inside
 
 CPU = torch.device("cpu")
@@ -309,7 +316,7 @@ def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatc
         (2, 8, [1, 2]),
     ):
         view = HostView("here", tuple(range(cores)), math.inf)
-        monkeypatch.setattr(adam, "host_view", lambda view=view: view)
+        monkeypatch.setattr(compute, "host_view", lambda view=view: view)
         monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
         assert thread_counts() == counts
         assert compute_threads() == min(told, cores)
