@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from elixir.api import option_names
-from elixir.errors import InputError, InputTypeError, shortened
+from elixir.artifact import parse_json, read_json
+from elixir.errors import InputError, InputTypeError
 from elixir.search.request import check_options
 
 Options = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -26,17 +25,12 @@ def read_options(given: Options, settled: Mapping[str, str], own: Collection[str
 
     Raises:
         InputTypeError: an option is unknown; the error names the nearest.
-        InputError: the framework has a setting for an option, or the JSON cannot be read.
+        InputError: the framework has a setting for an option.
+        ArtifactError: the text is no JSON, or there is no such file.
     """
     if isinstance(given, (str, os.PathLike)):
         text = os.fspath(given)
-        try:
-            given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"elixir={shortened(text)} is neither JSON nor the file of one ({error}); give options such as "
-                '{"device_memory": "20GiB"}'
-            ) from None
+        given = parse_json(text, "elixir") if text.lstrip().startswith("{") else read_json(text)
     found = {} if given is None else given
     if not isinstance(found, Mapping):
         raise InputTypeError(f"elixir must hold options by name, got {type(found).__name__}")
