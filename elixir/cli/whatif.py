@@ -24,11 +24,10 @@ from elixir.search.whatif.prices import Prices
 from elixir.search.whatif.sweep import SweepInterrupted, fit, sweep
 from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
 from elixir.show.explanation_tables import explanation_record, explanation_shown
-from elixir.show.perfetto import save_chrome_trace
 from elixir.show.style import FORMATS, RESOURCE_LABELS
 from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame
 from elixir.show.tables import plan_levers_table
-from elixir.show.timeline import plot_timeline
+from elixir.show.timeline import plot_timeline, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, format_seconds
 

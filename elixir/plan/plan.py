@@ -38,9 +38,9 @@ from elixir.plan.chunk_plan import (
     alignment_bytes,
     itemsize_of,
     must,
+    packed_text,
 )
 from elixir.plan.matrices import exchanged_bytes
-from elixir.plan.packed_weights import packed_text
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic

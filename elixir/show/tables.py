@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 from elixir.plan.activations import kept_text, result_names, way_of
-from elixir.plan.chunk_plan import ChunkPlan
-from elixir.plan.packed_weights import Weight, numel_text, packed_text
+from elixir.plan.chunk_plan import ChunkPlan, Weight, numel_text, packed_text
 from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
 from elixir.show.style import RESOURCE_LABELS, part_label

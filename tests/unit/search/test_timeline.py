@@ -16,9 +16,8 @@ from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.perfetto import chrome_trace, save_chrome_trace
 from elixir.show.style import RESOURCE_LABELS, render
-from elixir.show.timeline import plot_timeline
+from elixir.show.timeline import chrome_trace, plot_timeline, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware
