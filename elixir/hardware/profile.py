@@ -87,7 +87,7 @@ class HardwareProfile(Artifact):
     artifact: ClassVar[str] = "hardware_profile"
     schema_version: ClassVar[int] = 9
     earlier: ClassVar[tuple[int, ...]] = tuple(_LACKED)
-    anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
+    remake_hint: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
     """Short name, such as ``h200``."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, few
-from elixir.models.inner_tensors import InnerTensor, take_apart
+from elixir.models.inner_tensors import InnerTensor, unwrap_subclasses
 
 PACKED_CLASSES = frozenset({"Params4bit"})
 """Classes of parameters that may hold packed numbers."""
@@ -143,7 +143,7 @@ def ready_to_move(model: nn.Module) -> Callable[[], None]:
     Returns:
         What ends both.
     """
-    put_together = take_apart(model)
+    put_together = unwrap_subclasses(model)
     layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -57,7 +57,7 @@ class Plan(Artifact):
     artifact: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 32
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
-    anew: ClassVar[str] = "plan it anew with `elixir plan`"
+    remake_hint: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
     """Name of the model, or of its class."""

@@ -245,7 +245,7 @@ def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Ev
 def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
     """Highest live bytes of the accesses of each entry of the plan's order."""
     entries, live, entry, use = packed_step_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
-    for access in joined_trace(trace_under(plan, trace), plan.step.joined).accesses:
+    for access in joined_trace(trace_under(plan, trace), plan.step.fetched_whole).accesses:
         if access.parameters:
             entry, use = entries[use], use + 1
         live[entry] = max(live[entry], access.live_bytes)

@@ -129,7 +129,7 @@ def test_a_counter_shows_device_memory_of_layers_that_are_fetched_as_one() -> No
     trace = cpu_trace(Stack(), INP, sum_step)
     request = SearchRequest(world_size=1, fetch="units")
     plan = simple_plan(trace, CPU, request, split_number=12, allocate_factor=1.0, shard_device="cpu")
-    assert plan.step.joined
+    assert plan.step.fetched_whole
     events = chrome_trace(simulate_step(plan, trace, CPU), plan, trace)["traceEvents"]
     live = [event["args"]["activations"] for event in events if event["ph"] == "C"]
     assert max(live) == plan.predicted.device_parts["activations"] > min(live)
