@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.extents.extent_file import ExtentFile, fastest_requests
-from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, warn_if_in_memory
+from elixir.extents.extent_file import ExtentFile, fastest_requests, file_system
+from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.bench import Bench, Job, geometric
 from elixir.microbench.fitting import MIN_POINTS, Measured, Series
@@ -75,7 +75,6 @@ def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
             f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free, and measuring it needs "
             f"{format_bytes(2 * needed)}; free some, name another folder, or measure quickly (--quick)"
         )
-    warn_if_in_memory(path)
     return path
 
 

@@ -116,9 +116,11 @@ def test_a_folder_that_cannot_be_used_is_refused(
     with pytest.raises(InputError, match="free"):
         check_folder(tmp_path)
     monkeypatch.setattr(disk, "FILE_BYTES", {True: 1, False: 1})
-    monkeypatch.setattr("elixir.files.file_system", lambda _: "tmpfs")
+    monkeypatch.setattr("elixir.extents.extent_file.file_system", lambda _: "tmpfs")
     with caplog.at_level(logging.WARNING):
         assert check_folder(tmp_path) == tmp_path
+        with disk.measured_file([tmp_path], MIB):
+            pass
     assert "memory and no disk" in caplog.text
 
 
