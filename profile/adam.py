@@ -7,9 +7,10 @@ torchrun --nproc-per-node 8 profile/adam.py        # all ranks at once: each ran
 
 from __future__ import annotations
 
+from frame import run_script
+
 from elixir.microbench.bench import Bench, Workload
 from elixir.microbench.compute import adam_jobs, all_threads_jobs
-from elixir.microbench.script import run_script
 
 
 def jobs(bench: Bench) -> list[Workload]:

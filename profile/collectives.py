@@ -5,7 +5,8 @@ torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json
 
 from __future__ import annotations
 
-from elixir.microbench.script import run_script
+from frame import run_script
+
 from elixir.microbench.transfers import collective_jobs
 
 if __name__ == "__main__":

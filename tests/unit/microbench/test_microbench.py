@@ -41,14 +41,13 @@ from elixir.microbench.compute import (
 )
 from elixir.microbench.fitting import Measured, Series, fit_points, fitted
 from elixir.microbench.ranks import Ranks, joined
-from elixir.microbench.script import as_json, as_table, format_rate, run_script
 from elixir.microbench.transfers import collective_jobs, memory_work, transfer_jobs
 from tests.common import inside
+from tests.common.profile_scripts import PROFILE, frame
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
 TINY = Effort(2, 2, 0.0, 4, 2**22, 2**18, 1e-3)
-PROFILE_SCRIPTS = Path(__file__).parents[3] / "profile"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
 
@@ -444,7 +443,7 @@ def results() -> list[Measured]:
 
 
 def test_tables_say_rate_latency_error_and_what_failed() -> None:
-    head, *rows = as_table(results()).splitlines()
+    head, *rows = frame.as_table(results()).splitlines()
     assert "25.00 Gbytes/s" in rows[0]
     assert "0.010 ms" in rows[0]
     assert "10.00 Gbytes/s each, 40.00 Gbytes/s in all" in rows[1]
@@ -452,11 +451,11 @@ def test_tables_say_rate_latency_error_and_what_failed() -> None:
     assert "not measured: not implemented" in rows[3]
     assert len({row.index("copy") for row in [rows[0], rows[1], rows[2]]}) == 1
     assert head.startswith("key")
-    assert format_rate(999.0, "FLOP") == "999.00 FLOP/s"
+    assert frame.format_rate(999.0, "FLOP") == "999.00 FLOP/s"
 
 
 def test_json_has_points_fits_and_problems() -> None:
-    first, _, third, fourth = json.loads(as_json(results()))["series"]
+    first, _, third, fourth = json.loads(frame.as_json(results()))["series"]
     assert first["fit"]["per_s"] == pytest.approx(2.5e10)
     assert first["points"][0][0] == 1e6
     assert (third["fit"], fourth["fit"]) == (None, None)
@@ -468,9 +467,9 @@ def test_json_has_points_fits_and_problems() -> None:
 
 def test_scripts_stand_alone(tmp_path: Path) -> None:
     out = tmp_path / "bandwidth.json"
-    command = [sys.executable, str(PROFILE_SCRIPTS / "bandwidth.py"), "--quick", "--device", "cpu"]
+    command = [sys.executable, str(PROFILE / "bandwidth.py"), "--quick", "--device", "cpu"]
     command += ["--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE_SCRIPTS.parent, env=with_path())
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE.parent, env=with_path())
     assert done.returncode == 0, done.stderr
     found = {record["key"]: record for record in json.loads(out.read_text())["series"]}
     assert {"host_memory", "host_to_device", "host_to_device.both"} <= set(found)
@@ -489,20 +488,20 @@ def test_a_bad_device_or_output_ends_a_script_before_it_measures(
     folder = tmp_path / "no"
     for arguments in (["--device", "warp"], ["--out", str(folder / "such.json")], ["--plot", "fits.pdf"]):
         with pytest.raises(SystemExit) as ended:
-            run_script(never, None, arguments)
+            frame.run_script(never, None, arguments)
         assert ended.value.code == 2
         assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_lone_rank_without_anything_to_measure_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
+        frame.run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
     assert ended.value.code == 2
     assert "torchrun" in capsys.readouterr().err
 
 
 def with_path() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(PROFILE_SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(PROFILE.parent), "OMP_NUM_THREADS": "1"}
 
 
 def test_memory_of_a_size_is_free_before_the_next_is_made() -> None:
