@@ -27,10 +27,10 @@ BAD_INPUT_STATUS = 2
 DEFECT_STATUS = 1
 INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 _MODULES = {
-    **dict.fromkeys(("show", "compare", "models"), "show"),
+    **dict.fromkeys(("show", "compare", "models", "hardware"), "show"),
     **dict.fromkeys(("profile", "plan", "check"), "commands"),
     **dict.fromkeys(("sweep", "fit", "explain", "timeline"), "whatif"),
-    **{"hardware": "hardware", "checkpoint": "checkpoints", "try": "trial"},
+    **{"checkpoint": "checkpoints", "try": "trial"},
 }
 """Command -> the module that runs it: one imports only what its command needs."""
 

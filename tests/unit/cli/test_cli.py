@@ -57,7 +57,7 @@ class Stub:
             "elixir.microbench": ("measure",),
             "elixir.cli.commands": ("config_of", "load_hardware"),
             "elixir.cli.files": ("load_hardware",),
-            "elixir.cli.hardware": ("load_hardware",),
+            "elixir.cli.show": ("load_hardware",),
         }
         for module, names in modules.items():
             for name in names:
