@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from frame import run_script
 
-from elixir.microbench.bench import Bench, Workload
+from elixir.microbench.bench import Bench, Job
 from elixir.microbench.compute import adam_jobs, all_threads_jobs
 
 
-def jobs(bench: Bench) -> list[Workload]:
+def jobs(bench: Bench) -> list[Job]:
     """The jobs by thread count for one rank; for several, with the threads of a training job."""
     return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
-from elixir.microbench.bench import Bench, Effort, Run, Workload, geometric, walking, windows
+from elixir.microbench.bench import Bench, Effort, Job, Run, Workload, geometric, walking, windows
 from elixir.microbench.fitting import Series, threads_text
 from elixir.units import MIB, dtype_name
 
@@ -201,39 +201,41 @@ def _growing(smallest: int, largest: int) -> list[int]:
     return [round(smallest * _GROWTH**step / _ROUND) * _ROUND for step in range(count)]
 
 
-@dataclass(frozen=True)
-class HostAdam(Workload):
-    """Adam on the host, on a separate thread with a number of OpenMP threads, as in training."""
+def host_adam(bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[int] | None = None) -> Job:
+    """Adam on the host, on a separate thread with a number of OpenMP threads, as in training.
 
-    threads: int = 1
-    cores: Sequence[int] | None = None
-    """The cores that it is bound to; None: any."""
+    Args:
+        bench: says how thoroughly.
+        dtype: of the states.
+        threads: of OpenMP; torch's number of threads for others does not reach that thread.
+        cores: that it is bound to; None: any.
+    """
+    work = adam_work(bench.on("cpu"), dtype, threads)
 
-    def series(self) -> list[Series]:
-        """Times growing steps on that thread, which torch's number of threads for others does not reach."""
+    def series() -> list[Series]:
         with ThreadPoolExecutor(1, "elixir adam") as worker:
-            worker.submit(use_threads, self.threads, self.cores).result()
-            return worker.submit(super().series).result()
+            worker.submit(use_threads, threads, cores).result()
+            return worker.submit(work.series).result()
+
+    return Job(work.title, work.keys, measure=series)
 
 
-def adam_jobs(bench: Bench) -> list[Workload]:
+def adam_jobs(bench: Bench) -> list[Job]:
     """The host by thread count and dtype of the states, then the device where it is not the host."""
-    jobs: list[Workload] = [
-        adam_work(bench.on("cpu"), dtype, threads) for threads in thread_counts() for dtype in STATE_DTYPES
-    ]
+    jobs = [host_adam(bench, dtype, threads) for threads in thread_counts() for dtype in STATE_DTYPES]
     if bench.device.type != "cpu":
         jobs += [adam_work(bench, dtype) for dtype in STATE_DTYPES]
     return jobs
 
 
-def all_threads_jobs(bench: Bench) -> list[Workload]:
+def all_threads_jobs(bench: Bench) -> list[Job]:
     """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its
     device."""
     share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
     threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
     # On machines that differ all measure what the smallest rank has: they share one key.
     fewest = int(bench.ranks.least(threads))
-    jobs = [adam_work(bench.on("cpu"), torch.float32, fewest, cores)]
+    jobs = [host_adam(bench, torch.float32, fewest, cores)]
     return jobs if bench.device.type == "cpu" else [*jobs, adam_work(bench, torch.float32)]
 
 
@@ -252,9 +254,7 @@ def compute_threads() -> int:
     return min(torch.get_num_threads(), host_share([host_view()], 0).all_cores)
 
 
-def adam_work(
-    bench: Bench, dtype: torch.dtype, threads: int | None = None, cores: Sequence[int] | None = None
-) -> Workload:
+def adam_work(bench: Bench, dtype: torch.dtype, threads: int | None = None) -> Workload:
     """``torch.optim.AdamW(fused=True)`` over one flat parameter, its gradient and both moments of `dtype`.
 
     The step of a sharded optimizer looks like this: a long flat buffer, nothing to launch twice. With fp32 it reads and
@@ -264,7 +264,6 @@ def adam_work(
         bench: says on which device.
         dtype: of all four tensors.
         threads: of the host's Adam; None: the device's.
-        cores: as of `HostAdam`.
     """
     plan = bench.effort()
     sizes = geometric(SMALLEST_NUMEL, plan.adam_numel, plan.amounts, SMALLEST_NUMEL)
@@ -291,5 +290,4 @@ def adam_work(
     family = "device_adam" if threads is None else f"host_adam.{threads}"
     key = family + ("" if dtype == torch.float32 else f".{name}") + (".all_ranks" if bench.ranks.size > 1 else "")
     where = f"on {bench.device}" if threads is None else f"on the host, {threads_text(threads)}"
-    work = (f"Adam {where}, {name} states", (key,), bench, how, sizes, lambda: prepare)
-    return Workload(*work) if threads is None else HostAdam(*work, threads=threads, cores=cores)
+    return Workload(f"Adam {where}, {name} states", (key,), bench, how, sizes, lambda: prepare)

@@ -8,7 +8,8 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,18 +39,6 @@ WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
 seconds: each amount has one turn before any has the next, and the median counts."""
 
 
-@dataclass(frozen=True)
-class DiskJob(Job):
-    """Writing to the disk that a folder is on, and reading from it, by one process; or several drives together."""
-
-    bench: Bench
-    folders: Sequence[Path]
-
-    def series(self) -> list[Series]:
-        """Gives the series of `disk_series`."""
-        return disk_series(self.bench, *self.folders)
-
-
 def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
     """The measurement of the disks that folders are on.
 
@@ -57,7 +46,7 @@ def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
         InputError: a folder is none, cannot be written, or has too little room.
     """
     paths = [check_folder(folder, quick=bench.quick) for folder in folders]
-    return [DiskJob("disk, written and read", KEYS, bench, paths)]
+    return [Job("disk, written and read", KEYS, measure=partial(disk_series, bench, *paths))]
 
 
 def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
