@@ -20,7 +20,7 @@ from elixir.extents.extent_file import ExtentFile, fastest_requests, file_system
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.bench import Bench, Job, geometric
-from elixir.microbench.fitting import MIN_POINTS, Measured, Series
+from elixir.microbench.fitting import MIN_POINTS, Series
 from elixir.units import MIB, format_bytes
 
 FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}
@@ -124,7 +124,7 @@ def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
     """
     paths = [check_folder(folder, quick=True) for folder in folders]
     found = disk_series(Bench(torch.device("cpu"), quick=True), *paths)[:2]
-    rates: dict[str, Any] = {f"{each.key}_bytes_per_s": Measured(each.key, each, None).per_s for each in found}
+    rates: dict[str, Any] = {f"{each.key}_bytes_per_s": each.per_s for each in found}
     sources = {f"{each.key}_bytes_per_s": each.how for each in found}
     return replace(profile, **rates, disk_free_bytes=free_disk_bytes(*paths), sources={**profile.sources, **sources})
 

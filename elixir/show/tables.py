@@ -174,9 +174,9 @@ def contributors_table(trace: StepTrace) -> Table:
     """
     ranked = peak_holders(trace)
     shown, others = ranked[:_CONTRIBUTORS], ranked[_CONTRIBUTORS:]
-    rows = [[each.kind, each.module, each.operator, f"{each.tensors:,}", format_bytes(each.bytes)] for each in shown]
+    rows = [[each.kind, each.module, each.operator, f"{each.count:,}", format_bytes(each.bytes)] for each in shown]
     if others:
-        count, size = sum(each.tensors for each in others), sum(each.bytes for each in others)
+        count, size = sum(each.count for each in others), sum(each.bytes for each in others)
         rows.append(["others", f"{len(others)} origins", "", f"{count:,}", format_bytes(size)])
     title = "alive at the peak of forward and backward"
     return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)

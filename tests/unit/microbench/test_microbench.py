@@ -39,7 +39,7 @@ from elixir.microbench.compute import (
     matmul_work,
     thread_counts,
 )
-from elixir.microbench.fitting import Measured, Series, fit_points, fitted
+from elixir.microbench.fitting import Series, fit_points
 from elixir.microbench.ranks import Ranks, joined
 from elixir.microbench.transfers import collective_jobs, memory_work, transfer_jobs
 from tests.common import inside
@@ -130,17 +130,17 @@ def test_latency_is_never_negative() -> None:
 def test_a_fit_that_cannot_be_believed_is_refused(points: list[tuple[float, float]], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         fit_points(points)
-    result = fitted(series(points))
+    result = series(points).fitted()
     assert result.fit is None
     assert reason in result.problem
 
 
 def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
-    result = fitted(series([(1e6, 1.0), (1e8, 2.0)]))
+    result = series([(1e6, 1.0), (1e8, 2.0)]).fitted()
     assert result.per_s == 5e7
     assert "no fit" in result.source
     assert LARGEST_ALONE in result.source
-    assert fitted(series(line(1e-5, 1e9))).per_s == pytest.approx(1e9)
+    assert series(line(1e-5, 1e9)).fitted().per_s == pytest.approx(1e9)
 
 
 def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
@@ -157,7 +157,7 @@ def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
 )
 def test_what_a_device_cannot_do_is_a_problem_with_a_name(error: Exception) -> None:
     (result,) = Given("", ("matmul.float16.square",), [error]).measured()
-    assert (result.key, result.fit, result.series) == ("matmul.float16.square", None, None)
+    assert (result.key, result.fit, result.points) == ("matmul.float16.square", None, ())
     assert result.problem == str(error).splitlines()[0]
     with pytest.raises(InputError, match=r"matmul\.float16\.square could not be measured"):
         _ = result.per_s
@@ -286,13 +286,13 @@ def test_amounts_are_what_was_moved_or_computed(monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.measure_with(monkeypatch, TINY)
-    monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.series()])
+    monkeypatch.setattr(Job, "measured", lambda job: job.series())
     jobs = [*transfer_jobs(QUICK), *adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
     assert len(promised) == len(set(promised))
     given_ = [result for job in jobs for result in job.measured()]
     assert [result.key for result in given_] == promised
-    assert [result.key for result in given_ if result.series is None] == []
+    assert [result.key for result in given_ if not result.points] == []
     dataclasses.replace(preset("cpu"), fits=dict.fromkeys(promised, RateFit(0.0, 1.0, 0.0)))
 
 
@@ -362,11 +362,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     """A measurement on tiny buffers in which every copy has a fit and every Adam step is without."""
     inside.measure_with(monkeypatch, TINY)
 
-    def judged(job: Job) -> list[Measured]:
+    def judged(job: Job) -> list[Series]:
         return [
-            Measured(each.key, each, None, "made to fail")
+            dataclasses.replace(each, problem="made to fail")
             if each.key.startswith("host_adam")
-            else Measured(each.key, each, RateFit(1e-6, 7e9, 0.1, each.points))
+            else dataclasses.replace(each, fit=RateFit(1e-6, 7e9, 0.1, each.points))
             for each in job.series()
         ]
 
@@ -432,12 +432,12 @@ def test_a_torchrun_environment_that_lacks_something_is_refused(monkeypatch: pyt
 # ----------------------------------------------------------------------------------------------------- tables and JSON
 
 
-def results() -> list[Measured]:
+def results() -> list[Series]:
     return [
-        fitted(series(line(1e-5, 2.5e10))),
-        fitted(series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4)),
-        fitted(series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory")),
-        Measured("matmul.float16.square", None, None, "not implemented"),
+        series(line(1e-5, 2.5e10)).fitted(),
+        series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4).fitted(),
+        series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory").fitted(),
+        Series("matmul.float16.square", problem="not implemented"),
     ]
 
 
