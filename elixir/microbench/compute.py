@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -55,26 +54,16 @@ LEAST_WINDOWS = 32
 """Parameters that are stepped one after the other, as far as there is memory."""
 
 
-@dataclass(frozen=True)
-class _Operator:
-    """Memory-bound operators of one key: what they do, and how often they move a tensor of their input's size."""
-
-    family: str
-    how: str
-    passes: int
-    run: Callable[[torch.Tensor, torch.Tensor], object]
-
-
-_OPERATORS = (
-    _Operator("elementwise", "residual add x + y", 3, torch.add),
-    _Operator("activation", "GELU", 2, lambda x, y: F.gelu(x)),
-    _Operator(
-        "reduction",
+_OPERATORS: dict[str, tuple[str, int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
+    "elementwise": ("residual add x + y", 3, torch.add),
+    "activation": ("GELU", 2, lambda x, y: F.gelu(x)),
+    "reduction": (
         f"softmax, then layer norm, over rows of {_ROW}",
         4,
         lambda x, y: (torch.softmax(x.view(-1, _ROW), -1), F.layer_norm(x.view(-1, _ROW), (_ROW,))),
     ),
-)
+}
+"""Family of keys -> its memory-bound operators, how often they move a tensor of their input's size, and their call."""
 
 
 def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Workload]:
@@ -89,7 +78,7 @@ def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list
             jobs.append(matmul_work(bench, dtype))
             continue
         jobs += [matmul_work(bench, dtype, shape) for shape in SHAPES if cuda or shape != "unaligned"]
-        jobs += [_operator_work(bench, operator, dtype) for operator in _OPERATORS]
+        jobs += [_operator_work(bench, family, dtype) for family in _OPERATORS]
         jobs += [attention_work(bench, dtype, backward=backward) for backward in ((False, True) if cuda else (False,))]
     return jobs
 
@@ -121,9 +110,9 @@ def matmul_work(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Work
     return Workload(title, (key,), bench, how, sizes, begin, flops, plan.longest_s)
 
 
-def _operator_work(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Workload:
+def _operator_work(bench: Bench, family: str, dtype: torch.dtype) -> Workload:
     """A memory-bound operator over growing tensors, which come one after the other; results are new tensors."""
-    plan, name = bench.effort(), dtype_name(dtype)
+    plan, name, (what, passes, run) = bench.effort(), dtype_name(dtype), _OPERATORS[family]
     largest = plan.buffer_bytes // 2
     if bench.device.type == "cpu":
         largest = min(largest, _LARGEST_CPU_TENSOR_BYTES)
@@ -133,10 +122,10 @@ def _operator_work(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Wor
     def buffers() -> list[torch.Tensor]:
         return [_random((plan.buffer_bytes // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1)]
 
-    title, key = f"{operator.family} operators, {name}", f"{operator.family}.{name}"
-    how = f"{operator.how}, {name} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
-    begin = walking(operator.run, buffers)
-    return Workload(title, (key,), bench, how, sizes, begin, lambda size: float(operator.passes * size))
+    title, key = f"{family} operators, {name}", f"{family}.{name}"
+    how = f"{what}, {name} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
+    begin = walking(run, buffers)
+    return Workload(title, (key,), bench, how, sizes, begin, lambda size: float(passes * size))
 
 
 def attention_work(bench: Bench, dtype: torch.dtype, *, backward: bool = False) -> Workload:
