@@ -230,11 +230,6 @@ class ChunkPlan:
         return self.trainable and low_precision and self.home.returns
 
     @property
-    def used_numel(self) -> int:
-        """Elements that are parameters, padding and alignment gaps not counted."""
-        return sum(slot.numel for slot in self.parameters)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the gathered weights."""
         return self.numel * dtype_bytes(self.dtype)

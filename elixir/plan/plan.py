@@ -203,7 +203,8 @@ class Plan(Artifact):
         orthogonal."""
         if not chunk.matrices or chunk.home.states_on_device:
             return 0
-        return DIRECTION_BYTES * (chunk.used_numel if self.shards == 1 else chunk.numel // self.shards)
+        parameters_numel = sum(slot.numel for slot in chunk.parameters)  # without padding
+        return DIRECTION_BYTES * (parameters_numel if self.shards == 1 else chunk.numel // self.shards)
 
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""

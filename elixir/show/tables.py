@@ -33,14 +33,11 @@ def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
 
-def flag_of(argument: str) -> str:
-    """The flag of the command line that sets an argument of a search or of the step."""
-    return {"checkpoint": "--activation-checkpointing"}.get(argument, f"--{argument.replace('_', '-')}")
-
-
 def flags_of(options: Iterable[tuple[str, str]]) -> str:
-    """The flags of the command line that set these arguments to these values; a switch has an empty value."""
-    return " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in options)
+    """The flags of the command line that set these arguments of a search or of the step to these values; a switch has
+    an empty value."""
+    words = ((name if name != "checkpoint" else "activation-checkpointing", value) for name, value in options)
+    return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in words)
 
 
 def _lever_cells(plan: Plan, step_s: float, gain: float | None) -> list[str]:
