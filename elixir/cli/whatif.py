@@ -98,8 +98,8 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
 
 
 def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, SweepInterrupted | None]:
-    """What a sweep or a fit finds, telling on standard error of each row as it comes; and the interrupt that ended it,
-    if one did."""
+    """The outcome of a sweep or a fit, of whose rows standard error tells as they come; and the interrupt that ended
+    it, if one did."""
     asked = from_flags.asked(args, from_flags.optimizer_class(args.optimizer))
     tell: dict[str, Any] = {"each": lambda row: print(row_text(row), file=sys.stderr, flush=True)}
     try:
