@@ -161,7 +161,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     _check_numbers(host_threads, initial_scale)
     with layers_compiled(model, compile, keep=True):
         how = {"plan": plan, "hardware": hardware, "dtype": dtype, "inp": inp, "step_fn": step_fn}
-        question = _Question.of(model, optimizer, {**options, **how, "max_norm": max_norm})
+        question = _Question.from_arguments(model, optimizer, {**options, **how, "max_norm": max_norm})
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":
@@ -203,7 +203,7 @@ def dry_run(
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
     with layers_compiled(model, given["compile"], keep=False):
-        question = _Question.of(model, optimizer, arguments)
+        question = _Question.from_arguments(model, optimizer, arguments)
         plan, _ = question.answered(given["group"])
         dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
         with closing(Group(given["group"])) as ranks, unwrapped_subclasses(model):
@@ -237,7 +237,7 @@ class _Question:
     """Whether two steps are taken first where everything is streamed."""
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> _Question:
+    def from_arguments(cls, model: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> _Question:
         """Checks the arguments of `wrap`, and tells apart those of the search, of the step and of `ElixirModule`."""
         check_options("argument of wrap", given, option_names())
         optimizers = check_given(model, optimizer)
