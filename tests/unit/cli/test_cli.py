@@ -289,7 +289,7 @@ def test_plan_takes_a_config_for_a_model(stub: Stub, capsys: pytest.CaptureFixtu
 
 def test_plan_of_a_plan_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(make_plan(2).save(tmp_path / "plan.json"))
-    assert "expected a model or a trace, found a plan" in fails(capsys, "plan", path)
+    assert "expected a trace, found a plan" in fails(capsys, "plan", path)
 
 
 def test_what_cannot_fit_says_what_to_change(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
