@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elixir.artifact import Artifact, read_json
 from elixir.cli import files, output
@@ -20,11 +20,8 @@ from elixir.plan.plan import Plan
 from elixir.show import records, tables
 from elixir.step_trace import StepTrace
 
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
 
-
-def run_show(args: argparse.Namespace) -> Iterator[Said]:
+def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows any saved artifact."""
     artifact = files.load(args.file, Artifact)
     if args.json:
@@ -38,7 +35,7 @@ def run_show(args: argparse.Namespace) -> Iterator[Said]:
         yield from tables.plan_tables(artifact)
 
 
-def run_compare(args: argparse.Namespace) -> Iterator[Said]:
+def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
     """Two artifacts of one kind side by side, their speeds and prices first."""
     a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
     rows = records.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
@@ -73,7 +70,7 @@ def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:
     return dict(zip(names, (None, None) if cost is None else (cost.per_hour, cost.per_million), strict=True))
 
 
-def run_models(args: argparse.Namespace) -> Iterator[Said]:
+def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
     """The models known by name."""
     shapes = [describe(name) for name in model_names()]
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
@@ -88,7 +85,7 @@ def run_models(args: argparse.Namespace) -> Iterator[Said]:
     yield tables.list_table("models known by name", ("name", "parameters", *sizes), rows)
 
 
-def run_hardware(args: argparse.Namespace) -> Iterator[Said]:
+def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     """Lists presets, shows one, or measures this machine."""
     named = args.measure or args.learn or args.show is not None
     for options, given, goes_with in (

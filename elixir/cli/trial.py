@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elixir.api import wrap
 from elixir.artifact import write_atomically
-from elixir.cli import files
+from elixir.cli import files, output
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure, measure_briefly
 from elixir.models.loading import build
@@ -35,9 +35,6 @@ from elixir.units import format_bytes, format_seconds, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.engine import engine_of
-
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
 
 STEPS = 10
 WARM_UP_STEPS = 2
@@ -57,7 +54,7 @@ Compared = dict[str, Any]
 ``range_s`` of predicted seconds; and whether it ``agrees``: seconds are in that range, bytes within `NEAR`."""
 
 
-def run_try(args: argparse.Namespace) -> Iterator[Said]:
+def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     """Measures the machine, plans, takes ten steps, and prints what was predicted next to what was measured."""
     files.check_outputs(data=[args.out])
     files.refuse_artifact(args.model)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elixir.artifact import write_atomically
 from elixir.cli import INTERRUPTED_STATUS, files, from_flags, output
@@ -31,14 +31,11 @@ from elixir.show.timeline import plot_timeline, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
-
 UNSOLVED_STATUS = 2
 """No known machine can do it: as for a plan that cannot fit."""
 
 
-def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
+def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """Every combination of models, machines, world sizes and batches on paper."""
     files.check_outputs(pictures=[args.plot], data=[args.csv])
     for model in args.models:
@@ -60,7 +57,7 @@ def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
         yield _cut_short(args, interrupted)
 
 
-def run_fit(args: argparse.Namespace) -> Iterator[Said]:
+def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
     prices, names = _prices(args), args.hardware
@@ -120,7 +117,7 @@ def _machines(args: argparse.Namespace, names: Sequence[str]) -> list[HardwarePr
     return [with_network(files.find_timed_hardware(name), None, args.devices_per_host) for name in names]
 
 
-def run_explain(args: argparse.Namespace) -> Iterator[Said]:
+def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     """Explains why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
@@ -134,7 +131,7 @@ def run_explain(args: argparse.Namespace) -> Iterator[Said]:
         yield plan_levers_table(plan, found.changes)
 
 
-def run_timeline(args: argparse.Namespace) -> Iterator[Said]:
+def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:
     """A simulated step as a picture, or as a Chrome trace."""
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
@@ -236,7 +233,7 @@ def _cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | N
         yield from _cost(rows[min(costs)[1]], prices, amount)
 
 
-def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[Said]:
+def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Said]:
     yield sweep_table(rows, title, prices)
     yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))
 
