@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 STATES = "elixir"
 """Folder inside of a framework's checkpoint for optimizer states and master weights, which all ranks write."""
 PLAN = "elixir_plan.json"
+Options = Mapping[str, Any] | str | os.PathLike[str] | None
+"""Arguments of `elixir.wrap`: as a dict, as JSON, or as the path of a JSON file."""
 
 
 class Planned(Exception):
@@ -121,10 +123,6 @@ class Run:
         several = len(self.optimizers) > 1
         named = {f"optimizer_{number}" if several else "optimizer": each for number, each in enumerate(self.optimizers)}
         return {"model": self.module, **named}
-
-
-Options = Mapping[str, Any] | str | os.PathLike[str] | None
-"""Arguments of `elixir.wrap`: as a dict, as JSON, or as the path of a JSON file."""
 
 
 def read_options(given: Options, settled: Mapping[str, str], own: Collection[str] = ()) -> dict[str, Any]:

@@ -28,6 +28,8 @@ _MOST = 1 << 40  # samples or tokens per sample; beyond, sizes in bytes are no n
 
 _SEED = 0  # seed of the generator that draws the batch: the same batch every time
 
+Step = Callable[[nn.Module, Mapping[str, Any]], None]
+
 
 def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
     """A batch for a Hugging Face model: real tensors on the CPU, wherever the model is; the same on every call.
@@ -275,9 +277,6 @@ def _check_count(name: str, value: int) -> None:
         raise InputError(f"{name} must be a whole number of 1 or more, found {shortened(repr(value))}")
     if value > _MOST:
         raise InputError(f"{name} must be {_MOST:,} or less, found {shortened(str(value))}")
-
-
-Step = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 def generation_input(model: nn.Module, *, batch: int, prompt: int, new: int) -> dict[str, torch.Tensor]:

@@ -30,6 +30,8 @@ UPDATES: dict[Update, str] = {"early": "updated early"}
 
 PARAM_ALIGNMENT_BYTES = 512
 """Parameters start at multiples of this inside a chunk: other offsets change the bits some kernels give."""
+PACKED_DTYPES = ("uint8", "int8")
+"""The dtypes of packed numbers: an element of theirs is not one parameter, or not without its scale."""
 
 
 def alignment_bytes(moments: MomentKind, trained: Iterable[str]) -> int:
@@ -276,10 +278,6 @@ def itemsize_of(dtype: str) -> int:
         return dtype_bytes(dtype)
     except InputError as error:
         raise InputError(f"field 'dtype': {error}") from None
-
-
-PACKED_DTYPES = ("uint8", "int8")
-"""The dtypes of packed numbers: an element of theirs is not one parameter, or not without its scale."""
 
 
 class Weight(NamedTuple):

@@ -52,6 +52,12 @@ _LANE_IN, _BAR = 0.34, 0.72
 """Height of a lane in inches, and the share of it that its bars fill."""
 _WIDE = 0.005
 """Share of the picture from which on a bar has room for a white edge, which tells it from its neighbours."""
+_MICROSECONDS = 1e6
+_WAITS = len(LANE_ORDER)
+"""Thread of the waits of compute, below the lanes."""
+_NAMES_SHOWN = 8
+"""Parameters of a chunk that an event names."""
+Event = dict[str, Any]
 
 
 def plot_timeline(
@@ -127,14 +133,6 @@ def _turns(timeline: Sequence[WorkSpan]) -> list[float]:
                 turns.append(span.start_s)
             before = now
     return turns
-
-
-_MICROSECONDS = 1e6
-_WAITS = len(LANE_ORDER)
-"""Thread of the waits of compute, below the lanes."""
-_NAMES_SHOWN = 8
-"""Parameters of a chunk that an event names."""
-Event = dict[str, Any]
 
 
 def chrome_trace(simulation: Simulation, plan: Plan, trace: StepTrace) -> dict[str, Any]:
