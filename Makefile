@@ -1,6 +1,6 @@
 # make quickstart   a fresh clone to a first plan and a first training under one, without a GPU
 # make test         five minutes: lint, types, and of each room the tests that are quick; in parts: make lint, make test-first
-# make test-more    what else is not slow: ranks, frameworks, pretended GPU, recorded outcomes, documentation
+# make test-more    what else is not slow: ranks, frameworks, emulated GPU, recorded outcomes, documentation
 # make test-all     the slow ones as well
 # make golden       what recorded outcomes say: tests, plans, and runs compared with COMMIT (HEAD unless given)
 # make pictures     the pictures of README and docs, made anew
@@ -79,7 +79,7 @@ wheel-check: wheel
 release-check: wheel
 	$(BIN)/python .ci/release_check.py
 
-# What takes the paths of CUDA: on a GPU, or on a device that is pretended.
+# What takes the paths of CUDA: on a GPU, or on an emulated device.
 ON_CUDA := tests/gpu
 # ... and what takes longer.
 MORE_ON_CUDA := $(patsubst %,tests/unit/wrapper/step/test_%.py,\
@@ -108,7 +108,7 @@ test: $(VENV)/.installed-test
 test-first: $(VENV)/.installed-test
 	$(PYTEST) -m 'not slow and not more'
 
-# The device that is pretended takes what the other tests leave of the cores, which wait for files and ranks.
+# The emulated device takes what the other tests leave of the cores, which wait for files and ranks.
 test-more: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory --keep-going -j2 test-later test-on-cuda
 

@@ -252,7 +252,7 @@ def _accesses(model: Any, fetches: Sequence[str], rounds: int) -> tuple[list[lis
     modules = []
     for fetch in fetches:
         plan = simple_search(model, 1, 20, 1.0, fetch=fetch, **common).plan
-        assert bool(plan.step.joined) == (fetch == "units")
+        assert bool(plan.step.fetched_whole) == (fetch == "units")
         modules.append(ElixirModule(copy.deepcopy(model), plan, device="cpu"))
     module, plain = modules[0], copy.deepcopy(model)
     uses = [0]

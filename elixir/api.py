@@ -26,7 +26,7 @@ from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
 from elixir.kernels.adam.step import COPIED, ONE_PASS
-from elixir.models.inner_tensors import taken_apart
+from elixir.models.inner_tensors import unwrapped_subclasses
 from elixir.models.layer_units import layers_compiled
 from elixir.models.plannable import refuse_compiled
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
@@ -161,7 +161,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     _check_numbers(host_threads, initial_scale)
     with layers_compiled(model, compile, keep=True):
         how = {"plan": plan, "hardware": hardware, "dtype": dtype, "inp": inp, "step_fn": step_fn}
-        question = _Question.of(model, optimizer, {**options, **how, "max_norm": max_norm})
+        question = _Question.from_arguments(model, optimizer, {**options, **how, "max_norm": max_norm})
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":
@@ -203,10 +203,10 @@ def dry_run(
     given = bound(wrap, (model, optimizer), arguments)
     _check_numbers(given["host_threads"], given["initial_scale"])
     with layers_compiled(model, given["compile"], keep=False):
-        question = _Question.of(model, optimizer, arguments)
+        question = _Question.from_arguments(model, optimizer, arguments)
         plan, _ = question.answered(given["group"])
         dtype = None if given["dtype"] is None or given["plan"] is None else parse_dtype(given["dtype"])
-        with closing(Group(given["group"])) as ranks, taken_apart(model):
+        with closing(Group(given["group"])) as ranks, unwrapped_subclasses(model):
             return agree_on_plan(ranks, model, plan, dtype, folders_of(given["disk_folder"]))
 
 
@@ -237,7 +237,7 @@ class _Question:
     """Whether two steps are taken first where everything is streamed."""
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> _Question:
+    def from_arguments(cls, model: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> _Question:
         """Checks the arguments of `wrap`, and tells apart those of the search, of the step and of `ElixirModule`."""
         check_options("argument of wrap", given, option_names())
         optimizers = check_given(model, optimizer)
@@ -322,7 +322,7 @@ class _Question:
         self, world_size: int, views: list[MachineView], replicas: int | None
     ) -> tuple[Plan, StepTrace | None]:
         if self.for_module.get("weights") is not None:  # before a minute is spent on a trace
-            with taken_apart(self.model):
+            with unwrapped_subclasses(self.model):
                 check_weights(self.model, self.for_module["weights"], strict=self.for_module.get("strict", True))
         files: tuple[WeightFile, ...] = ()
         if self.asked.get("frozen_weights") == "files":

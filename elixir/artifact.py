@@ -120,7 +120,7 @@ class Artifact:
     schema_version: ClassVar[int]
     earlier: ClassVar[tuple[int, ...]] = ()
     """Earlier schema versions that it reads as well."""
-    anew: ClassVar[str] = "make the file anew"
+    remake_hint: ClassVar[str] = "make the file anew"
     """How a user replaces a file of another schema version."""
     printed: ClassVar[tuple[str, ...]] = ()
     """Keys that a command prints next to the fields, and that follow from them."""
@@ -153,7 +153,7 @@ class Artifact:
                 continue
             found = shortened(repr(data[key]))
             read = " or ".join(map(str, (*cls.earlier, expected)))
-            problem = f"field '{key}' is {found}, this version of Elixir reads {read}; {cls.anew}"
+            problem = f"field '{key}' is {found}, this version of Elixir reads {read}; {cls.remake_hint}"
             if key == "artifact":
                 problem = f"expected a {cls.artifact.replace('_', ' ')}, but field 'artifact' is {found}"
             raise ArtifactError(f"{source}: {problem}", field=key)

@@ -152,10 +152,6 @@ class StateError(ElixirError, RuntimeError):
     """An invariant of Elixir itself broke. Always a defect of ours, never of the caller."""
 
 
-class UserInterruptError(KeyboardInterrupt):
-    """A `KeyboardInterrupt` on its way out of code of the user's, which may have raised it without any signal."""
-
-
 @dataclass(frozen=True)
 class Lever:
     """One thing the user can change to make a plan feasible."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import stat
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from elixir.errors import FileError, InputError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -34,9 +31,6 @@ FLUSH_EVERY_BYTES = 256 * 2**20
 container, so without a limit the cache takes what a plan gave to optimizer states."""
 BEGIN_BYTES = 2**20
 """Size of a piece that, with a limit, goes on its way to the drive at once."""
-
-IN_MEMORY = ("tmpfs", "ramfs")
-"""Kinds of file systems that are memory and no disk."""
 
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems without direct transfers, at the opening or at the first transfer."""
@@ -393,28 +387,6 @@ def temporary_name(path: PathLike) -> str:
     """A hidden name next to `path` that no other file has."""
     folder, name = os.path.split(os.fspath(path))
     return os.path.join(folder, f".{name[:60]}.{uuid.uuid4().hex[:12]}")
-
-
-def file_system(folder: PathLike) -> str:
-    """Kind of the file system, such as ``ext4``; ``unknown`` where the system does not say."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    here, found = Path(folder).resolve(), (-1, "unknown")
-    for line in lines:
-        _, point, kind, *_ = line.split(" ")
-        mounted = Path(point.replace("\\040", " "))
-        if mounted == here or mounted in here.parents:
-            found = max(found, (len(mounted.parts), kind), key=lambda pair: pair[0])
-    return found[1]
-
-
-def warn_if_in_memory(folder: PathLike) -> None:
-    """Logs a warning where `folder` is no disk but memory."""
-    kind = file_system(folder)
-    if kind in IN_MEMORY:
-        logger.warning("disk folder %s is on %s, which is memory and no disk", os.fspath(folder), kind)
 
 
 def _read(handle: int, view: memoryview, offset: int) -> int:

@@ -342,7 +342,7 @@ class StepShape:
         return tuple(unit.name for unit in self.units if unit.form == "checkpointed")
 
     @property
-    def joined(self) -> tuple[str, ...]:
+    def fetched_whole(self) -> tuple[str, ...]:
         """Names of the units that are fetched as one and are not compiled."""
         return tuple(unit.name for unit in self.units if unit.fetch == "one" and unit.form != "compiled")
 
@@ -353,7 +353,7 @@ class StepTrace(Artifact):
 
     artifact: ClassVar[str] = "step_trace"
     schema_version: ClassVar[int] = 14
-    anew: ClassVar[str] = "trace it anew with `elixir profile`"
+    remake_hint: ClassVar[str] = "trace it anew with `elixir profile`"
 
     model_name: str
     """Name of the model, or of its class."""

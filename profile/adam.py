@@ -7,12 +7,13 @@ torchrun --nproc-per-node 8 profile/adam.py        # all ranks at once: each ran
 
 from __future__ import annotations
 
-from elixir.microbench.adam import adam_jobs, all_threads_jobs
-from elixir.microbench.bench import Bench, Workload
-from elixir.microbench.script import run_script
+from frame import run_script
+
+from elixir.microbench.bench import Bench, Job
+from elixir.microbench.compute import adam_jobs, all_threads_jobs
 
 
-def jobs(bench: Bench) -> list[Workload]:
+def jobs(bench: Bench) -> list[Job]:
     """The jobs by thread count for one rank; for several, with the threads of a training job."""
     return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
 

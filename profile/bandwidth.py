@@ -7,8 +7,9 @@ torchrun --nproc-per-node 8 profile/bandwidth.py   # all ranks at once: each ran
 
 from __future__ import annotations
 
+from frame import run_script
+
 from elixir.microbench.bench import Bench, Workload
-from elixir.microbench.script import run_script
 from elixir.microbench.transfers import link_jobs, transfer_jobs
 
 

@@ -5,8 +5,9 @@ torchrun --nproc-per-node 8 profile/collectives.py --out collectives.json
 
 from __future__ import annotations
 
-from elixir.microbench.collectives import collective_jobs
-from elixir.microbench.script import run_script
+from frame import run_script
+
+from elixir.microbench.transfers import collective_jobs
 
 if __name__ == "__main__":
     print(run_script(collective_jobs, __doc__, needs_ranks=True), end="")

@@ -7,8 +7,9 @@ torchrun --nproc-per-node 8 profile/compute.py     # all devices at once, the sl
 
 from __future__ import annotations
 
+from frame import run_script
+
 from elixir.microbench.compute import compute_jobs
-from elixir.microbench.script import run_script
 
 if __name__ == "__main__":
     print(run_script(compute_jobs, __doc__), end="")

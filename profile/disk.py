@@ -6,8 +6,9 @@ python profile/disk.py --disk-folder /mnt/nvme --quick --out disk.json
 
 from __future__ import annotations
 
+from frame import run_script
+
 from elixir.microbench.disk import disk_jobs
-from elixir.microbench.script import run_script
 
 if __name__ == "__main__":
     print(run_script(disk_jobs, __doc__, needs_folder=True), end="")

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
     from elixir.cli.output import Said
 
@@ -30,10 +27,10 @@ BAD_INPUT_STATUS = 2
 DEFECT_STATUS = 1
 INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 _MODULES = {
-    **dict.fromkeys(("show", "compare", "models"), "show"),
+    **dict.fromkeys(("show", "compare", "models", "hardware"), "show"),
     **dict.fromkeys(("profile", "plan", "check"), "commands"),
     **dict.fromkeys(("sweep", "fit", "explain", "timeline"), "whatif"),
-    **{"hardware": "hardware", "checkpoint": "checkpoints", "try": "trial"},
+    **{"checkpoint": "checkpoints", "try": "trial"},
 }
 """Command -> the module that runs it: one imports only what its command needs."""
 
@@ -53,51 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by the caller, as `elixir ... >&-` does
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     args: Namespace | None = None
-    with _noted_interrupts() as interrupts:
-        try:
-            from elixir.cli import output
-            from elixir.cli.options import build_parser, normalise
-
-            with output.writing(sys.stdout):  # help, which may have nowhere to go
-                parser = build_parser()
-                args = parser.parse_args(normalise(words))
-                if args.command is None:
-                    parser.print_help()
-                    return BAD_INPUT_STATUS
-            return _run(args)
-        except BrokenPipeError:
-            return 0  # the reader (head, less) has seen enough
-        except (Exception, KeyboardInterrupt) as error:
-            if "--debug" in words:
-                raise
-            if interrupts or type(error) is KeyboardInterrupt:
-                return _complain("elixir: interrupted", INTERRUPTED_STATUS)
-            return _explain(args, error)
-
-
-@contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Gives a list that has an entry once an interrupt has come from outside.
-
-    Code of the user's may raise `KeyboardInterrupt` by itself, and compiled code, such as an import's, turns an
-    interrupt into another error.
-    """
-    noted: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.default_int_handler(number, frame)
-
-    # The main thread alone may set a handler. One that somebody else has set stays.
-    main_thread = threading.current_thread() is threading.main_thread()
-    ours = main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, handle)
     try:
-        yield noted
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        from elixir.cli import output
+        from elixir.cli.options import build_parser, normalise
+
+        with output.writing(sys.stdout):  # help, which may have nowhere to go
+            parser = build_parser()
+            args = parser.parse_args(normalise(words))
+            if args.command is None:
+                parser.print_help()
+                return BAD_INPUT_STATUS
+        return _run(args)
+    except BrokenPipeError:
+        return 0  # the reader (head, less) has seen enough
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in words:
+            raise
+        if _is_interrupt(error):
+            return _complain("elixir: interrupted", INTERRUPTED_STATUS)
+        return _explain(args, error)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an error is an interrupt, or one that code has turned an interrupt into, as that of an import may."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
 
 
 def _run(args: Namespace) -> int:
@@ -123,7 +99,7 @@ def _run(args: Namespace) -> int:
 def _explain(args: Namespace | None, error: BaseException) -> int:
     """Says what went wrong in one line (a `PlanError` adds its levers), and gives the exit status for it."""
     from elixir.cli.options import LONGEST_MESSAGE
-    from elixir.errors import ElixirError, PlanError, StateError, UserInterruptError, shortened
+    from elixir.errors import ElixirError, PlanError, StateError, shortened
 
     command = f" {args.command}" if args is not None and args.command else ""
     message = str(error) or type(error).__name__
@@ -131,12 +107,9 @@ def _explain(args: Namespace | None, error: BaseException) -> int:
         from elixir.cli.from_flags import in_flags
 
         message = in_flags(error, args)
-    if isinstance(error, UserInterruptError):
-        message += " raised KeyboardInterrupt"
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{shortened(str(error.filename), 200)}: {error.strerror}"
-    mistakes = (ElixirError, ValueError, OSError, UserInterruptError)
-    if isinstance(error, mistakes) and not isinstance(error, StateError):
+    if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):
         return _complain(f"elixir{command}: error: {shortened(message, LONGEST_MESSAGE)}", BAD_INPUT_STATUS)
     problem = f"{type(error).__name__}: {shortened(message.splitlines()[0], LONGEST_MESSAGE)}"
     return _complain(f"elixir{command}: internal error: {problem} (--debug shows where)", DEFECT_STATUS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elixir.checkpoint_format.commit import remove_checkpoint, remove_stale
 from elixir.checkpoint_format.export import export_hf
@@ -18,13 +18,10 @@ from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
 from elixir.show.records import record_table
 
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
-
 SHOWN_PROBLEMS = 20
 
 
-def run_checkpoint(args: argparse.Namespace) -> Iterator[Said]:
+def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows, verifies, exports or prunes a checkpoint, or the checkpoints in a folder."""
     folder = Path(args.folder)
     for name, action in (("hf", "export"), ("dtype", "export"), ("config", "export"), ("keep", "prune")):

@@ -35,10 +35,8 @@ from elixir.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from elixir.cli.output import Said
 
-
-def run_profile(args: argparse.Namespace) -> Iterator[Said]:
+def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces one training step and says what it needs."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
@@ -51,7 +49,7 @@ def run_profile(args: argparse.Namespace) -> Iterator[Said]:
         yield from written
 
 
-def run_plan(args: argparse.Namespace) -> Iterator[Said]:
+def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces (or reads a trace), searches, and says what goes where."""
     files.check_outputs(pictures=[args.plot], data=[args.out])
     kept = _weight_files(args)
@@ -131,7 +129,9 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     return f"{name} ({args.optimizer_kernel})" if args.optimizer_kernel in LOOPS and not args.fused_kernels else name
 
 
-def _plan_shown(args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan) -> Iterator[Said]:
+def _plan_shown(
+    args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan
+) -> Iterator[output.Said]:
     """Saves and draws a plan, and says it, with the memory that must be free, and what would make it better."""
     written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
@@ -157,7 +157,7 @@ def _plan_shown(args: argparse.Namespace, answer: Answer, choice: BatchChoice | 
     yield from written
 
 
-def run_check(args: argparse.Namespace) -> Iterator[Said]:
+def run_check(args: argparse.Namespace) -> Iterator[output.Said]:
     """Takes two steps of the user's program with everything streamed, and prints what would be refused; status 1 if
     anything is."""
     from elixir.check import refusals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
@@ -63,29 +63,25 @@ def trace_in(text: str) -> StepTrace | None:
     Raises:
         ArtifactError: the file is a plan or a hardware profile, or a trace that cannot be read back.
     """
-    data = _ours(text)
-    if data is not None and data["artifact"] != StepTrace.artifact:
-        raise ArtifactError(f"{text}: expected a model or a trace, found a {data['artifact']}")
-    return None if data is None else StepTrace.from_dict(data, source=text)
+    return load(text, StepTrace) if _is_ours(text) else None
 
 
 def refuse_artifact(text: str) -> None:
     """Says what to do with a file of ours that is given where a model is wanted.
 
     Raises:
-        InputError: `text` is the path of such a file.
+        InputError, ArtifactError: `text` is the path of such a file.
     """
-    data = _ours(text)
-    if data is not None and data["artifact"] in [*_KINDS]:
-        kind = data["artifact"].replace("_", " ")
+    if _is_ours(text):
+        kind = load(text, Artifact).artifact.replace("_", " ")
         raise InputError(f"{text}: expected a model, found a {kind}, which `elixir show {text}` prints")
 
 
-def _ours(text: str) -> dict[str, Any] | None:
-    """The object in the file `text` that says which artifact it is; None if it is no such file."""
+def _is_ours(text: str) -> bool:
+    """Whether `text` is a file that says which artifact it is."""
     path = Path(text)
     data = read_json(text) if path.suffix == ".json" and path.is_file() else None
-    return data if isinstance(data, dict) and "artifact" in data else None
+    return isinstance(data, dict) and "artifact" in data
 
 
 def find_timed_hardware(text: str) -> HardwareProfile:

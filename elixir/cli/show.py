@@ -1,50 +1,50 @@
-"""``elixir show | compare | models``: what is known already. None imports torch, which takes seconds."""
+"""``elixir show | compare | models | hardware``: what is known already, or this machine, measured.
+
+None imports torch, which takes seconds, unless it measures.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elixir.artifact import Artifact
-from elixir.cli import files
-from elixir.errors import InputError
-from elixir.hardware.profile import HardwareProfile
+from elixir.artifact import Artifact, read_json
+from elixir.cli import files, output
+from elixir.errors import ArtifactError, InputError
+from elixir.hardware.learning import learn
+from elixir.hardware.profile import HardwareProfile, load_hardware, preset, preset_names
 from elixir.models.model_shape import describe, model_names
 from elixir.plan.plan import Plan
-from elixir.show import tables
-from elixir.show.records import compare, comparison_table, hardware_shown, moved_parameters, record_of, show_value
+from elixir.show import records, tables
 from elixir.step_trace import StepTrace
 
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
 
-
-def run_show(args: argparse.Namespace) -> Iterator[Said]:
+def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows any saved artifact."""
     artifact = files.load(args.file, Artifact)
     if args.json:
-        yield record_of(artifact)
+        yield records.record_of(artifact)
     elif isinstance(artifact, StepTrace):
         yield from tables.trace_shown(artifact)
     elif isinstance(artifact, HardwareProfile):
-        yield from hardware_shown(artifact)
+        yield from records.hardware_shown(artifact)
     elif isinstance(artifact, Plan):
         yield str(artifact)
         yield from tables.plan_tables(artifact)
 
 
-def run_compare(args: argparse.Namespace) -> Iterator[Said]:
+def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
     """Two artifacts of one kind side by side, their speeds and prices first."""
     a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
-    rows = compare(a, b, [_costs(each, args.prices) for each in (a, b)])
-    moved = moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
+    rows = records.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
+    moved = records.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
     if args.json:
         fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
         yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
         return
-    yield comparison_table(f"{args.a} and {args.b}", rows)
+    yield records.comparison_table(f"{args.a} and {args.b}", rows)
     text = f"{sum(left != right for _, left, right in rows)} of {len(rows)} fields differ"
     if moved is not None:
         names = ", ".join(moved[:5]) + (", ..." if len(moved) > 5 else "")
@@ -70,7 +70,7 @@ def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:
     return dict(zip(names, (None, None) if cost is None else (cost.per_hour, cost.per_million), strict=True))
 
 
-def run_models(args: argparse.Namespace) -> Iterator[Said]:
+def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
     """The models known by name."""
     shapes = [describe(name) for name in model_names()]
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
@@ -80,6 +80,69 @@ def run_models(args: argparse.Namespace) -> Iterator[Said]:
         return
     rows = []
     for shape in shapes:
-        shown = [show_value(key, getattr(shape, key)) for key in sizes]
+        shown = [records.show_value(key, getattr(shape, key)) for key in sizes]
         rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
     yield tables.list_table("models known by name", ("name", "parameters", *sizes), rows)
+
+
+def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
+    """Lists presets, shows one, or measures this machine."""
+    named = args.measure or args.learn or args.show is not None
+    for options, given, goes_with in (
+        (("quick", "disk_folder"), args.measure, "--measure"),
+        (("out",), named, "--show NAME, --measure or --learn FILE"),
+    ):
+        for option in options:
+            if getattr(args, option) and not given:
+                raise InputError(f"--{option.replace('_', '-')} goes with {goes_with}")
+    files.check_outputs(data=[args.out])
+    if not named:
+        profiles = [preset(name) for name in preset_names()]
+        if args.json:
+            yield {profile.name: records.record_of(profile) for profile in profiles}
+            return
+        yield records.presets_table(profiles)
+        yield "elixir hardware --show NAME gives every number with its source; --measure fills in this machine"
+        return
+    profile = _measured(args) if args.measure else _learned(args.show, args.learn)
+    if profile is None:
+        return
+    written = files.written((args.out, profile.save))
+    if args.json:
+        yield profile.to_dict()
+        return
+    yield from records.hardware_shown(profile)
+    yield from written
+
+
+def _learned(name: str | None, path: str | None) -> HardwareProfile:
+    """The profile that was named, after the steps in a file, if there is one: of one report, of a list of them, or of a
+    trial, which has its profile."""
+    if path is None:
+        return load_hardware(str(name))
+    found = read_json(path)
+    trial = found if isinstance(found, dict) and {"hardware", "steps"} <= found.keys() else None
+    if name is None and trial is None:
+        raise InputError(
+            "--learn goes with --show NAME, the profile that the run was planned with, unless FILE is of `elixir try`"
+        )
+    reports = trial["steps"] if trial else found if isinstance(found, list) else [found]
+    if not (isinstance(reports, list) and all(isinstance(report, dict) for report in reports)):
+        raise ArtifactError(f"{path}: expected the numbers of a step's report, or a list of such, found neither")
+    if trial and name is None:
+        return learn(HardwareProfile.from_dict(trial["hardware"], source=path), reports)
+    return learn(load_hardware(str(name)), reports)
+
+
+def _measured(args: argparse.Namespace) -> HardwareProfile | None:
+    """This machine. All ranks measure the same profile; None for all but the first, which alone has a bar and says
+    it."""
+    from elixir.microbench import measure
+    from elixir.microbench.disk import check_folder
+    from elixir.microbench.ranks import joined
+
+    for folder in args.disk_folder or ():
+        check_folder(folder, quick=bool(args.quick))
+    with joined() as ranks, output.progress(lines=True, bar=ranks.rank == 0) as progress:
+        profile = measure(progress, quick=bool(args.quick), ranks=ranks, disk_folder=args.disk_folder)
+    return profile if ranks.rank == 0 else None

@@ -15,9 +15,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elixir.api import wrap
 from elixir.artifact import write_atomically
-from elixir.cli import files
+from elixir.cli import files, output
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure, measure_briefly
 from elixir.models.loading import build
@@ -36,9 +35,6 @@ from elixir.units import format_bytes, format_seconds, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.engine import engine_of
-
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
 
 STEPS = 10
 WARM_UP_STEPS = 2
@@ -53,48 +49,42 @@ KIND = "trial"
 """The field ``artifact`` of a saved trial."""
 MOST_RANGE = 2.0
 """Upper end of the printed range of seconds over its lower end: a wider one says little."""
+Compared = dict[str, Any]
+"""One figure of a step: its ``name`` and ``unit`` (bytes or seconds), as ``predicted`` and as ``measured``; the
+``range_s`` of predicted seconds; and whether it ``agrees``: seconds are in that range, bytes within `NEAR`."""
 
 
-class Compared(NamedTuple):
-    """One figure of a step, predicted and measured."""
-
-    name: str
-    unit: Literal["bytes", "seconds"]
-    predicted: float
-    measured: float
-    agrees: bool | None
-    """Whether seconds are within their range, None without one; or bytes within `NEAR` of what was predicted."""
-    range_s: tuple[float, float] | None = None
-    """The range that the plan predicts for its seconds."""
-
-
-class Prepared(NamedTuple):
-    """A model that is wrapped under a plan, and what it takes to step it."""
-
-    device: torch.device
-    machine: HardwareProfile
-    inp: dict[str, Any]
-    module: ElixirModule
-    optimizer: ElixirOptimizer
-
-
-def run_try(args: argparse.Namespace) -> Iterator[Said]:
+def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     """Measures the machine, plans, takes ten steps, and prints what was predicted next to what was measured."""
     files.check_outputs(data=[args.out])
     files.refuse_artifact(args.model)
-    default = "bf16" if torch.cuda.is_available() else "fp32"
-    dtype = parse_dtype(default if args.dtype is None else args.dtype)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = parse_dtype(args.dtype or ("bf16" if device.type == "cuda" else "fp32"))
     names = ("device_memory", "host_memory", "host_budget", "moments")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     model = build(args.model, dtype=dtype, checkpoint=args.checkpoint or "none")
-    made = prepared(model, batch=args.batch or 1, seq=args.seq, dtype=dtype, **given)
+    inp = dict(default_input(model, batch=args.batch or 1, seq=args.seq))
+    machine = measure(quick=True) if device.type == "cuda" else _measured(model, inp, dtype)
+    adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    settled: dict[str, Any] = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, "verbose": False}
+    module, optimizer = wrap(model, adam, inp=inp, dtype=dtype, **settled, **given)
+    plan = module.plan
     try:
         if not args.json:
-            yield str(made.module.plan)
-        compared, record = tried(args.model, made)
-        range_s = made.module.plan.predicted.range_s or (1.0, 1.0)
+            yield str(plan)
+        reports, peak_bytes = _steps(module, optimizer, {name: value.to(device) for name, value in inp.items()})
     finally:
-        made.module.close()
+        module.close()
+    compared = _compared(plan, reports, peak_bytes)
+    record = {
+        "artifact": KIND,
+        "model": args.model,
+        "versions": {"torch": torch.__version__, "device": machine.device_name},
+        "compared": compared,
+        "hardware": machine.to_dict(),  # this and the steps are what `elixir hardware --learn` reads
+        "plan": plan.to_dict(),
+        "steps": [report.to_dict() for report in reports],
+    }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     written = files.written((args.out, lambda path: write_atomically(path, text)))
     if args.json:
@@ -102,99 +92,60 @@ def run_try(args: argparse.Namespace) -> Iterator[Said]:
         return
     rows = []
     for each in compared:
-        shown = format_bytes if each.unit == "bytes" else format_seconds
-        rows.append([each.name, shown(each.predicted), shown(each.measured), _verdict(each)])
-    title = f"{args.model}: {STEPS} steps on {made.machine.device_name}"
+        shown = format_bytes if each["unit"] == "bytes" else format_seconds
+        rows.append([each["name"], shown(each["predicted"]), shown(each["measured"]), _verdict(each)])
+    title = f"{args.model}: {STEPS} steps on {machine.device_name}"
     yield tables.list_table(title, ("of one step", "predicted", "measured", ""), rows)
-    missed = ", ".join(each.name for each in compared if each.agrees is False)
+    missed = ", ".join(each["name"] for each in compared if each["agrees"] is False)
     said = f"Not as predicted: {missed}. Other work on the machine changes seconds alone." if missed else ""
     said = said or "All as predicted."
-    if range_s[1] > MOST_RANGE * range_s[0]:
-        said += f" The range spans a factor of {range_s[1] / range_s[0]:.1f}: `elixir hardware --measure` narrows it."
+    low_s, high_s = plan.predicted.range_s or (1.0, 1.0)
+    if high_s > MOST_RANGE * low_s:
+        said += f" The range spans a factor of {high_s / low_s:.1f}: `elixir hardware --measure` narrows it."
     yield f"{said} --out FILE saves this, to hand on or for `elixir hardware --learn FILE --out hw.json`."
     yield from written
 
 
 def _verdict(each: Compared) -> str:
-    if each.range_s is not None:
-        low_s, high_s = map(format_seconds, each.range_s)
-        return f"{'within' if each.agrees else 'NOT within'} {low_s} to {high_s}"
-    return "" if each.agrees is None else "as predicted" if each.agrees else "NOT as predicted"
+    if each["range_s"] is not None:
+        low_s, high_s = map(format_seconds, each["range_s"])
+        return f"{'within' if each['agrees'] else 'NOT within'} {low_s} to {high_s}"
+    return "" if each["agrees"] is None else "as predicted" if each["agrees"] else "NOT as predicted"
 
 
-def prepared(model: nn.Module, *, batch: int, seq: int | None, **options: Any) -> Prepared:
-    """Measures this machine, a CPU for two seconds and a GPU for about a minute, and wraps a model under a plan.
-
-    Args:
-        model: on meta, to be filled chunk by chunk, or real; it returns a loss, as models of transformers do.
-        batch: samples of the made-up batch.
-        seq: tokens per sample; None for `default_input`'s default.
-        options: of `elixir.wrap`, such as ``device_memory`` or ``dtype``.
-
-    Raises:
-        InputError: the model takes no made-up batch.
-        PlanError: nothing fits; says what is needed and what would help.
-    """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    inp = dict(default_input(model, batch=batch, seq=seq))
-    machine = _measured(model, inp, device, options.get("dtype"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    settled = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, "verbose": False, **options}
-    module, wrapped = wrap(model, optimizer, inp=inp, **settled)
-    on_device = {key: value.to(device) if torch.is_tensor(value) else value for key, value in inp.items()}
-    return Prepared(device, machine, on_device, module, wrapped)
-
-
-def tried(name: str, made: Prepared) -> tuple[list[Compared], dict[str, Any]]:
-    """Takes ten steps; gives what was predicted for them next to what was measured, and all of it as JSON, of which
-    `elixir hardware --learn` reads the steps and the machine."""
-    reports, peak_bytes = _steps(made)
-    plan, compared = made.module.plan, _compared(made.module.plan, reports, peak_bytes)
-    return compared, {
-        "artifact": KIND,
-        "model": name,
-        "versions": {"torch": torch.__version__, "device": made.machine.device_name},
-        "compared": [each._asdict() for each in compared],
-        "hardware": made.machine.to_dict(),
-        "plan": plan.to_dict(),
-        "steps": [report.to_dict() for report in reports],
-    }
-
-
-def _measured(model: nn.Module, inp: Mapping[str, Any], device: torch.device, dtype: Any) -> HardwareProfile:
-    if device.type == "cuda":
-        return measure(quick=True)
+def _measured(model: nn.Module, inp: Mapping[str, torch.Tensor], dtype: torch.dtype) -> HardwareProfile:
+    """This CPU, measured with products as long and as wide as those of the model."""
     ids = inp.get("input_ids")
-    tokens = ids.numel() if torch.is_tensor(ids) else max(value.shape[0] for value in inp.values())
+    tokens = max(value.shape[0] for value in inp.values()) if ids is None else ids.numel()
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     sizes = {"hidden": hidden} if isinstance(hidden, int) else {}
-    computed = dtype if isinstance(dtype, torch.dtype) else torch.float32
-    return measure_briefly(MEASURING_S, dtype=computed, tokens=tokens, **sizes)
+    return measure_briefly(MEASURING_S, dtype=dtype, tokens=tokens, **sizes)
 
 
-def _steps(made: Prepared) -> tuple[list[StepReport], int | None]:
+def _steps(
+    module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, torch.Tensor]
+) -> tuple[list[StepReport], int | None]:
     """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed."""
+
+    def step() -> None:
+        output = module(**inp)  # held until the step is over, as in the step that was traced
+        optimizer.backward(output["loss"] if isinstance(output, Mapping) else output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
     reports: list[StepReport] = []
     peak_bytes: int | None = None
     for number in range(STEPS):
-        if number == WARM_UP_STEPS and made.device.type == "cpu":
-            made.module.settle()
-            arena = engine_of(made.module).arena
-            inputs = sum(value.nbytes for value in made.inp.values() if torch.is_tensor(value))
-            resting = arena.live_bytes("device") + arena.live_bytes("host") + inputs
-            peak_bytes = resting + allocated_peak(partial(_step, made))
+        if number == WARM_UP_STEPS and module.device.type == "cpu":
+            module.settle()
+            arena = engine_of(module).arena
+            resting = arena.live_bytes("device") + arena.live_bytes("host")
+            peak_bytes = resting + sum(value.nbytes for value in inp.values()) + allocated_peak(step)
             continue
-        _step(made)
-        if number >= WARM_UP_STEPS and made.module.last_report is not None:
-            reports.append(made.module.last_report)
+        step()
+        if number >= WARM_UP_STEPS and module.last_report is not None:
+            reports.append(module.last_report)
     return reports, peak_bytes
-
-
-def _step(made: Prepared) -> None:
-    output = made.module(**made.inp)  # held until the step is over, as in the step that was traced
-    made.optimizer.backward(output["loss"] if isinstance(output, Mapping) else output.loss)
-    made.optimizer.step()
-    made.optimizer.zero_grad()
 
 
 def allocated_peak(call: Callable[[], object]) -> int:
@@ -251,11 +202,15 @@ def _compared(plan: Plan, reports: list[StepReport], peak_bytes: int | None) -> 
     if seconds:
         median_s, between = statistics.median(seconds), predicted.range_s
         agrees = None if between is None else between[0] <= median_s <= between[1]
-        rows.append(Compared("seconds a step", "seconds", predicted.step_s, median_s, agrees, between))
+        rows.append(_figure("seconds a step", "seconds", predicted.step_s, median_s, agrees, between))
     return rows
 
 
 def compared_bytes(name: str, predicted: float, measured: float, at_times: float = 0.0) -> Compared:
     """Predicted bytes next to measured ones, which may lack those that are there `at_times`."""
     agrees = (1 - NEAR) * (predicted - at_times) <= measured <= (1 + NEAR) * predicted
-    return Compared(name, "bytes", predicted, measured, agrees)
+    return _figure(name, "bytes", predicted, measured, agrees, None)
+
+
+def _figure(*values: Any) -> Compared:
+    return dict(zip(("name", "unit", "predicted", "measured", "agrees", "range_s"), values, strict=True))

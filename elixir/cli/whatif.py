@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elixir.artifact import write_atomically
 from elixir.cli import INTERRUPTED_STATUS, files, from_flags, output
@@ -24,33 +24,24 @@ from elixir.search.whatif.prices import Prices
 from elixir.search.whatif.sweep import SweepInterrupted, fit, sweep
 from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
 from elixir.show.explanation_tables import explanation_record, explanation_shown
-from elixir.show.perfetto import save_chrome_trace
 from elixir.show.style import FORMATS, RESOURCE_LABELS
 from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame
 from elixir.show.tables import plan_levers_table
-from elixir.show.timeline import plot_timeline
+from elixir.show.timeline import plot_timeline, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from elixir.cli.output import Said
 
 UNSOLVED_STATUS = 2
 """No known machine can do it: as for a plan that cannot fit."""
 
 
-def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
+def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """Every combination of models, machines, world sizes and batches on paper."""
     files.check_outputs(pictures=[args.plot], data=[args.csv])
     for model in args.models:
         files.refuse_artifact(model)
     prices, machines = _prices(args), _machines(args, args.hardware)
-    interrupted: SweepInterrupted | None = None
-    try:
-        with output.progress() as progress:
-            rows = sweep(args.models, machines, args.world_sizes, args.batches, progress=progress, **_asked(args))
-    except SweepInterrupted as stop:
-        interrupted, rows = stop, stop.found
+    rows, interrupted = _tried(args, partial(sweep, args.models, machines, args.world_sizes, args.batches))
     written = files.written(
         (args.csv, lambda path: write_atomically(path, to_frame(rows).to_csv(index=False))),
         (args.plot, lambda path: plot_sweep(rows, path)),
@@ -63,23 +54,18 @@ def run_sweep(args: argparse.Namespace) -> Iterator[Said]:
         _note_host_memory(args, machines)
         yield from written
     if interrupted is not None:
-        yield _cut_short("sweep", interrupted)
+        yield _cut_short(args, interrupted)
 
 
-def run_fit(args: argparse.Namespace) -> Iterator[Said]:
+def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
     prices, names = _prices(args), args.hardware
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
     machines = None if names is None else _machines(args, names)
-    interrupted: SweepInterrupted | None = None
-    try:
-        with output.progress() as progress:
-            tried = {"batch": args.batch or 1, "counts": args.world_sizes, "progress": progress}
-            found = fit(args.model, machines, **tried, **_asked(args))
-    except SweepInterrupted as stop:
-        interrupted, found = stop, stop.found
+    asked = partial(fit, args.model, machines, batch=args.batch or 1, counts=args.world_sizes)
+    found, interrupted = _tried(args, asked)
     best = found.best
     if args.json:
         yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
@@ -93,7 +79,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
         yield from _cheapest(found.rows, prices, args.tokens)
         _note_host_memory(args, machines)
     if interrupted is not None:
-        yield _cut_short("fit", interrupted)
+        yield _cut_short(args, interrupted)
     elif best is None:
         last = found.rows[-1]
         given = zip(names or (), machines or (), strict=True)
@@ -108,20 +94,22 @@ def run_fit(args: argparse.Namespace) -> Iterator[Said]:
         yield UNSOLVED_STATUS
 
 
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The step and the search that a sweep or a fit is about; tells on standard error of each row as it comes."""
-    optimizer = from_flags.optimizer_class(args.optimizer)
-    return {
-        "step": from_flags.step_asked(args),
-        "asked": from_flags.asked(args, optimizer),
-        "network_bytes_per_s": args.network,
-        "each": lambda row: print(row_text(row), file=sys.stderr, flush=True),
-    }
+def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, SweepInterrupted | None]:
+    """The outcome of a sweep or a fit, of whose rows standard error tells as they come; and the interrupt that ended
+    it, if one did."""
+    asked = from_flags.asked(args, from_flags.optimizer_class(args.optimizer))
+    tell: dict[str, Any] = {"each": lambda row: print(row_text(row), file=sys.stderr, flush=True)}
+    try:
+        with output.progress() as progress:
+            step = from_flags.step_asked(args)
+            return ask(step=step, asked=asked, network_bytes_per_s=args.network, progress=progress, **tell), None
+    except SweepInterrupted as stop:
+        return stop.found, stop
 
 
-def _cut_short(command: str, interrupted: SweepInterrupted) -> int:
+def _cut_short(args: argparse.Namespace, interrupted: SweepInterrupted) -> int:
     """Says that an interrupt ended a command whose rows so far are printed; the exit status."""
-    print(f"elixir {command}: {interrupted}; all rows so far are printed", file=sys.stderr)
+    print(f"elixir {args.command}: {interrupted}; all rows so far are printed", file=sys.stderr)
     return INTERRUPTED_STATUS
 
 
@@ -129,7 +117,7 @@ def _machines(args: argparse.Namespace, names: Sequence[str]) -> list[HardwarePr
     return [with_network(files.find_timed_hardware(name), None, args.devices_per_host) for name in names]
 
 
-def run_explain(args: argparse.Namespace) -> Iterator[Said]:
+def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     """Explains why every chunk of a plan is where it is."""
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
@@ -143,7 +131,7 @@ def run_explain(args: argparse.Namespace) -> Iterator[Said]:
         yield plan_levers_table(plan, found.changes)
 
 
-def run_timeline(args: argparse.Namespace) -> Iterator[Said]:
+def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:
     """A simulated step as a picture, or as a Chrome trace."""
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
@@ -245,7 +233,7 @@ def _cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | N
         yield from _cost(rows[min(costs)[1]], prices, amount)
 
 
-def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[Said]:
+def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Said]:
     yield sweep_table(rows, title, prices)
     yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))
 

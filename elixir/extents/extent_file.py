@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from errno import EIO
+from pathlib import Path
 
 from elixir.errors import FileError
-from elixir.files import DIRECT_BYTES, FILES, File, Files, PathLike, aligned_buffer, warn_if_in_memory
+from elixir.files import DIRECT_BYTES, FILES, File, Files, PathLike, aligned_buffer
 from elixir.units import GIB, MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -260,3 +261,25 @@ def fastest_requests(file: ExtentFile, extent: Extent, source: memoryview, targe
             best, least_s = requests, statistics.median(seconds)
     file.requests = best
     return best
+
+
+def file_system(folder: PathLike) -> str:
+    """Kind of the file system, such as ``ext4``; ``unknown`` where the system does not say."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    here, found = Path(folder).resolve(), (-1, "unknown")
+    for line in lines:
+        _, point, kind, *_ = line.split(" ")
+        mounted = Path(point.replace("\\040", " "))
+        if mounted == here or mounted in here.parents:
+            found = max(found, (len(mounted.parts), kind), key=lambda pair: pair[0])
+    return found[1]
+
+
+def warn_if_in_memory(folder: PathLike) -> None:
+    """Logs a warning where `folder` is no disk but memory."""
+    kind = file_system(folder)
+    if kind in ("tmpfs", "ramfs"):
+        logger.warning("disk folder %s is on %s, which is memory and no disk", os.fspath(folder), kind)

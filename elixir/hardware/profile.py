@@ -87,7 +87,7 @@ class HardwareProfile(Artifact):
     artifact: ClassVar[str] = "hardware_profile"
     schema_version: ClassVar[int] = 9
     earlier: ClassVar[tuple[int, ...]] = tuple(_LACKED)
-    anew: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
+    remake_hint: ClassVar[str] = "measure it anew with `elixir hardware --measure`, or name a preset"
 
     name: str
     """Short name, such as ``h200``."""
@@ -364,24 +364,20 @@ def load_hardware(text: str) -> HardwareProfile:
     return preset(text)
 
 
-def warn_if_other_device(profile: HardwareProfile) -> bool:
-    """Logs a warning where `profile` was measured on another device than this machine has; True if it did.
+def warn_if_other_device(profile: HardwareProfile) -> None:
+    """Logs a warning where `profile` was measured on another device than this machine has.
 
     For a plan that is run or searched for this machine. A preset is nobody's measurement, so it is never warned of.
     """
-    if profile.measured_at is None:
-        return False
-    here = other_device("", profile.device_name, profile.device_kind)
-    if here is None:
-        return False
-    _LOG.warning(
-        "hardware profile %r was measured on %s, but this machine has %s: times predicted from it do not hold here; "
-        "measure this machine with `elixir hardware --measure --out hw.json`",
-        profile.name,
-        profile.device_name,
-        here,
-    )
-    return True
+    here = profile.measured_at and other_device("", profile.device_name, profile.device_kind)
+    if here:
+        _LOG.warning(
+            "hardware profile %r was measured on %s, but this machine has %s: times predicted from it do not hold "
+            "here; measure this machine with `elixir hardware --measure --out hw.json`",
+            profile.name,
+            profile.device_name,
+            here,
+        )
 
 
 def other_device(name: str, device_name: str, kind: str) -> str | None:
@@ -430,10 +426,8 @@ def doubtful_rates(profile: HardwareProfile) -> dict[str, str]:
     }
 
 
-def warn_if_doubtful(profile: HardwareProfile) -> bool:
-    """Logs a warning that names the `doubtful_rates` of a profile from which times will be predicted.
-
-    True if it did."""
+def warn_if_doubtful(profile: HardwareProfile) -> None:
+    """Logs a warning that names the `doubtful_rates` of a profile from which times will be predicted."""
     found: dict[str, list[str]] = {}
     for name, why in doubtful_rates(profile).items():
         found.setdefault(why, []).append(name)
@@ -444,7 +438,6 @@ def warn_if_doubtful(profile: HardwareProfile) -> bool:
             "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items()),
             IF_DOUBTFUL,
         )
-    return bool(found)
 
 
 IF_DOUBTFUL = (

@@ -22,8 +22,7 @@ import torch
 from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.optimizer_list import OptimizerList, as_several
-from elixir.integrations.options import Options, as_inp, read_options
-from elixir.integrations.run import Run
+from elixir.integrations.run import Options, Run, as_inp, read_options
 from elixir.models.samples import planning_batch
 from elixir.models.step import default_step
 from elixir.models.together import Together

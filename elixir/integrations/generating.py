@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from elixir.models.generation import generation_step
 from elixir.models.samples import planning_batch
+from elixir.models.step import generation_step
 from elixir.tracer.use_order import memory_alone
 
 _METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nanmin": torch.amin, "nanmax": torch.amax}

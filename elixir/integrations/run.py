@@ -1,19 +1,23 @@
-"""`Run`: a model under a plan as a framework trains it: its states saved and loaded, and numbers for its logger."""
+"""`Run`: a model under a plan as a framework trains it: its options read, its states saved and loaded, and numbers for
+its logger."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import elixir
-from elixir.errors import InputError
+from elixir.api import option_names
+from elixir.artifact import parse_json, read_json
+from elixir.errors import InputError, InputTypeError
 from elixir.models.together import Together
 from elixir.plan.plan import Plan
+from elixir.search.request import check_options
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 logger = logging.getLogger(__name__)
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 STATES = "elixir"
 """Folder inside of a framework's checkpoint for optimizer states and master weights, which all ranks write."""
 PLAN = "elixir_plan.json"
+Options = Mapping[str, Any] | str | os.PathLike[str] | None
+"""Arguments of `elixir.wrap`: as a dict, as JSON, or as the path of a JSON file."""
 
 
 class Planned(Exception):
@@ -117,3 +123,41 @@ class Run:
         several = len(self.optimizers) > 1
         named = {f"optimizer_{number}" if several else "optimizer": each for number, each in enumerate(self.optimizers)}
         return {"model": self.module, **named}
+
+
+def read_options(given: Options, settled: Mapping[str, str], own: Collection[str] = ()) -> dict[str, Any]:
+    """Arguments of `elixir.wrap` that a user has given to an integration.
+
+    Args:
+        given: see `Options`.
+        settled: arguments that the framework settles, with the setting that does.
+        own: options of the integration itself, which may stand next to them.
+
+    Raises:
+        InputTypeError: an option is unknown; the error names the nearest.
+        InputError: the framework has a setting for an option.
+        ArtifactError: the text is no JSON, or there is no such file.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        text = os.fspath(given)
+        given = parse_json(text, "elixir") if text.lstrip().startswith("{") else read_json(text)
+    found = {} if given is None else given
+    if not isinstance(found, Mapping):
+        raise InputTypeError(f"elixir must hold options by name, got {type(found).__name__}")
+    for name in found:
+        if name in settled:
+            raise InputError(f"elixir must not say {name}, which comes from {settled[name]}; leave it out")
+    check_options("option of elixir", found, (*option_names(), *own))
+    return dict(found)
+
+
+def refuse_all(found: Mapping[str, object]) -> None:
+    """Raises `InputError` with the first sentence that is true of the framework's settings."""
+    for sentence, is_true in found.items():
+        if is_true:
+            raise InputError(sentence)
+
+
+def as_inp(batch: Any, step_fn: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
+    """`inp` and `step_fn` for `elixir.wrap`, of a batch of any kind and a function of the model and such a batch."""
+    return {"batch": batch}, lambda model, inp: step_fn(model, inp["batch"])

@@ -16,8 +16,7 @@ import torch
 from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.files import FILES
-from elixir.integrations.options import as_inp, read_options, refuse_all
-from elixir.integrations.run import Planned, Run, plan_made
+from elixir.integrations.run import Planned, Run, as_inp, plan_made, read_options, refuse_all
 from elixir.models.samples import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map

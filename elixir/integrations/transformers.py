@@ -27,8 +27,7 @@ from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
 from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.optimizer_list import OptimizerList, as_one
-from elixir.integrations.options import Options, read_options, refuse_all
-from elixir.integrations.run import Planned, Run, plan_made
+from elixir.integrations.run import Options, Planned, Run, plan_made, read_options, refuse_all
 from elixir.models.samples import generators_untouched
 from elixir.models.together import Together, together
 from elixir.plan.plan import Plan

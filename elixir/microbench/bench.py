@@ -15,7 +15,7 @@ import torch
 
 from elixir.errors import ElixirError, InputError, RankError
 from elixir.hardware.memory import cache_bytes, check_device, free_device_bytes
-from elixir.microbench.fitting import MIN_POINTS, Measured, Series, fitted, threads_text
+from elixir.microbench.fitting import MIN_POINTS, Series, threads_text
 from elixir.microbench.ranks import Ranks
 from elixir.units import MIB
 
@@ -196,28 +196,30 @@ class Job:
     title: str
     keys: tuple[str, ...]
     """The keys of `HardwareProfile.fits` for which it gives series, in order."""
+    measure: Callable[[], list[Series]] = dataclasses.field(default=list, kw_only=True)
+    """Gives them, if the job is no `Workload`."""
 
     def series(self) -> list[Series]:
         """Measures: one series for each key."""
-        raise NotImplementedError
+        return self.measure()
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[Series]:
         """Measures and fits; measures once more if there is no fit, since something came between.
 
         What the device cannot do, or has no memory for, becomes a problem with a name.
         """
         try:
-            first = [fitted(series) for series in self.series()]
+            first = [series.fitted() for series in self.series()]
             if all(result.fit is not None for result in first):
                 return first
             # All ranks have the same points, so all of them do this or none.
-            again = [fitted(series) for series in self.series()]
+            again = [series.fitted() for series in self.series()]
             return [a if a.fit is not None else b for a, b in zip(first, again, strict=True)]
         except RankError:
             raise  # the other ranks are gone: nothing after this would work either
         except (ElixirError, RuntimeError, NotImplementedError) as error:
             problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return [Measured(key, None, None, problem) for key in self.keys]
+            return [Series(key, problem=problem) for key in self.keys]
 
 
 @dataclass(frozen=True)
@@ -263,9 +265,9 @@ class Workload(Job):
 
 def run_jobs(
     jobs: Sequence[Job], progress: Progress | None = None, done: int = 0, count: int | None = None
-) -> list[Measured]:
+) -> list[Series]:
     """The results of `jobs`, run in order; `done` are done before them, of `count` in all."""
-    results: list[Measured] = []
+    results: list[Series] = []
     for index, job in enumerate(jobs, done):
         if progress is not None:
             progress(job.title, index, len(jobs) if count is None else count)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -22,8 +23,8 @@ from torch.nn import functional as F
 from elixir.errors import InputError
 from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.microbench.adam import adam_work
 from elixir.microbench.bench import Bench, Effort
+from elixir.microbench.compute import adam_work
 from elixir.microbench.fitting import Found, profile_of, system_facts, threads_text
 from elixir.microbench.transfers import copy_work, memory_work
 from elixir.units import MIB, dtype_name
@@ -92,24 +93,15 @@ class _Rate:
         return self.spent_s * self.amount / self.done
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """A lane's work next to products."""
-
-    lane: _Rate
-    products: _Rate
-    """The products that compute does meanwhile."""
-    worker: ThreadPoolExecutor
-
-    def turn(self, shortest_s: float) -> None:
-        """Runs both for `shortest_s`, at least once."""
-        ended = threading.Event()
-        working = self.worker.submit(self.lane.until, lambda _: ended.is_set())
-        try:
-            self.products.turn(shortest_s)
-        finally:
-            ended.set()
-            working.result()
+def _turn_of_lane(lane: _Rate, products: _Rate, worker: ThreadPoolExecutor, shortest_s: float) -> None:
+    """Runs a lane's work on its thread, next to the products of compute, for `shortest_s`, each at least once."""
+    ended = threading.Event()
+    working = worker.submit(lane.until, lambda _: ended.is_set())
+    try:
+        products.turn(shortest_s)
+    finally:
+        ended.set()
+        working.result()
 
 
 def measure_briefly(
@@ -148,11 +140,14 @@ def measure_briefly(
         for rate in rates.values():
             rate.run()  # pays for page faults and libraries, and is not counted
         slowed = dataclasses.replace(rates["flops"])
-        turns: dict[str, _Rate | _Lane] = {**rates}
-        turns |= {"link": _Lane(rates["link"], slowed, fetch), "adam": _Lane(rates["adam"], slowed, adam)}
+        turns: dict[str, Callable[[float], None]] = {name: rate.turn for name, rate in rates.items()}
+        turns |= {
+            name: partial(_turn_of_lane, rates[name], slowed, worker)
+            for name, worker in (("link", fetch), ("adam", adam))
+        }
         until_s = time.perf_counter() + seconds
         for count, turn in enumerate(itertools.cycle(turns.values()), 1):
-            turn.turn(TURN_S)
+            turn(TURN_S)
             if time.perf_counter() >= until_s and count >= len(turns):
                 break
     product = f"linear in {dtype_name(dtype)}, {tokens} x {hidden} x {4 * hidden}, forward and backward"

@@ -1,16 +1,19 @@
-"""Seconds of what a transformer computes, by dtype: matrix products, memory-bound operators, attention."""
+"""Seconds of what a transformer computes, by dtype: matrix products, memory-bound operators, attention; and of an Adam
+step by number of elements, on a device and on the host by thread count."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn import functional as F
 
-from elixir.microbench.bench import Bench, Effort, Run, Workload, geometric, walking
+from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
+from elixir.microbench.bench import Bench, Effort, Job, Run, Workload, geometric, walking, windows
+from elixir.microbench.fitting import Series, threads_text
 from elixir.units import MIB, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,28 +48,22 @@ _TOKENS = {"cpu": 1, "cuda": 8192}
 """Tokens of a batch of attention at least, since a device computes many short sequences together."""
 _BACKWARD_PRODUCTS = 2.5
 """Products in backward of attention over those in forward, as PyTorch counts FLOPs."""
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+SMALLEST_NUMEL = 2**16
+LEAST_WINDOWS = 32
+"""Parameters that are stepped one after the other, as far as there is memory."""
 
 
-@dataclass(frozen=True)
-class _Operator:
-    """Memory-bound operators of one key: what they do, and how often they move a tensor of their input's size."""
-
-    family: str
-    how: str
-    passes: int
-    run: Callable[[torch.Tensor, torch.Tensor], object]
-
-
-_OPERATORS = (
-    _Operator("elementwise", "residual add x + y", 3, torch.add),
-    _Operator("activation", "GELU", 2, lambda x, y: F.gelu(x)),
-    _Operator(
-        "reduction",
+_OPERATORS: dict[str, tuple[str, int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
+    "elementwise": ("residual add x + y", 3, torch.add),
+    "activation": ("GELU", 2, lambda x, y: F.gelu(x)),
+    "reduction": (
         f"softmax, then layer norm, over rows of {_ROW}",
         4,
         lambda x, y: (torch.softmax(x.view(-1, _ROW), -1), F.layer_norm(x.view(-1, _ROW), (_ROW,))),
     ),
-)
+}
+"""Family of keys -> its memory-bound operators, how often they move a tensor of their input's size, and their call."""
 
 
 def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Workload]:
@@ -81,7 +78,7 @@ def compute_jobs(bench: Bench, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list
             jobs.append(matmul_work(bench, dtype))
             continue
         jobs += [matmul_work(bench, dtype, shape) for shape in SHAPES if cuda or shape != "unaligned"]
-        jobs += [_operator_work(bench, operator, dtype) for operator in _OPERATORS]
+        jobs += [_operator_work(bench, family, dtype) for family in _OPERATORS]
         jobs += [attention_work(bench, dtype, backward=backward) for backward in ((False, True) if cuda else (False,))]
     return jobs
 
@@ -113,9 +110,9 @@ def matmul_work(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Work
     return Workload(title, (key,), bench, how, sizes, begin, flops, plan.longest_s)
 
 
-def _operator_work(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Workload:
+def _operator_work(bench: Bench, family: str, dtype: torch.dtype) -> Workload:
     """A memory-bound operator over growing tensors, which come one after the other; results are new tensors."""
-    plan, name = bench.effort(), dtype_name(dtype)
+    plan, name, (what, passes, run) = bench.effort(), dtype_name(dtype), _OPERATORS[family]
     largest = plan.buffer_bytes // 2
     if bench.device.type == "cpu":
         largest = min(largest, _LARGEST_CPU_TENSOR_BYTES)
@@ -125,10 +122,10 @@ def _operator_work(bench: Bench, operator: _Operator, dtype: torch.dtype) -> Wor
     def buffers() -> list[torch.Tensor]:
         return [_random((plan.buffer_bytes // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1)]
 
-    title, key = f"{operator.family} operators, {name}", f"{operator.family}.{name}"
-    how = f"{operator.how}, {name} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
-    begin = walking(operator.run, buffers)
-    return Workload(title, (key,), bench, how, sizes, begin, lambda size: float(operator.passes * size))
+    title, key = f"{family} operators, {name}", f"{family}.{name}"
+    how = f"{what}, {name} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
+    begin = walking(run, buffers)
+    return Workload(title, (key,), bench, how, sizes, begin, lambda size: float(passes * size))
 
 
 def attention_work(bench: Bench, dtype: torch.dtype, *, backward: bool = False) -> Workload:
@@ -191,3 +188,95 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, se
 def _growing(smallest: int, largest: int) -> list[int]:
     count = 1 + int(math.log(largest / smallest, _GROWTH))
     return [round(smallest * _GROWTH**step / _ROUND) * _ROUND for step in range(count)]
+
+
+def host_adam(bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[int] | None = None) -> Job:
+    """Adam on the host, on a separate thread with a number of OpenMP threads, as in training.
+
+    Args:
+        bench: says how thoroughly.
+        dtype: of the states.
+        threads: of OpenMP; torch's number of threads for others does not reach that thread.
+        cores: that it is bound to; None: any.
+    """
+    work = adam_work(bench.on("cpu"), dtype, threads)
+
+    def series() -> list[Series]:
+        with ThreadPoolExecutor(1, "elixir adam") as worker:
+            worker.submit(use_threads, threads, cores).result()
+            return worker.submit(work.series).result()
+
+    return Job(work.title, work.keys, measure=series)
+
+
+def adam_jobs(bench: Bench) -> list[Job]:
+    """The host by thread count and dtype of the states, then the device where it is not the host."""
+    jobs = [host_adam(bench, dtype, threads) for threads in thread_counts() for dtype in STATE_DTYPES]
+    if bench.device.type != "cpu":
+        jobs += [adam_work(bench, dtype) for dtype in STATE_DTYPES]
+    return jobs
+
+
+def all_threads_jobs(bench: Bench) -> list[Job]:
+    """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its
+    device."""
+    share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
+    threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
+    # On machines that differ all measure what the smallest rank has: they share one key.
+    fewest = int(bench.ranks.least(threads))
+    jobs = [host_adam(bench, torch.float32, fewest, cores)]
+    return jobs if bench.device.type == "cpu" else [*jobs, adam_work(bench, torch.float32)]
+
+
+def thread_counts() -> list[int]:
+    """1, 2, 4, ... up to the cores that this process may use, which are always among them; and torch's number.
+
+    The most are not what ``OMP_NUM_THREADS`` says, which torchrun sets to 1: the runtime's Adam does not follow that
+    either.
+    """
+    most = host_share([host_view()], 0).all_cores
+    return sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most, compute_threads()})
+
+
+def compute_threads() -> int:
+    """Number of threads of updates if the CPU is the device: torch's number, but no more than there are cores."""
+    return min(torch.get_num_threads(), host_share([host_view()], 0).all_cores)
+
+
+def adam_work(bench: Bench, dtype: torch.dtype, threads: int | None = None) -> Workload:
+    """``torch.optim.AdamW(fused=True)`` over one flat parameter, its gradient and both moments of `dtype`.
+
+    The step of a sharded optimizer looks like this: a long flat buffer, nothing to launch twice. With fp32 it reads and
+    writes 28 bytes per element, with bf16 14, so it is bound by memory unless cores are slow.
+
+    Args:
+        bench: says on which device.
+        dtype: of all four tensors.
+        threads: of the host's Adam; None: the device's.
+    """
+    plan = bench.effort()
+    sizes = geometric(SMALLEST_NUMEL, plan.adam_numel, plan.amounts, SMALLEST_NUMEL)
+
+    def prepare(numel: int) -> Run:
+        walked = max(numel * LEAST_WINDOWS, plan.cold_bytes // (4 * dtype.itemsize))
+        weights = torch.ones(max(numel, min(plan.adam_numel, walked)), device=bench.device, dtype=dtype)
+        gradients = torch.full_like(weights, 1e-3)
+        steps: list[Callable[[], object]] = []
+        for piece, gradient in zip(windows(weights, numel), windows(gradients, numel), strict=True):
+            parameter = torch.nn.Parameter(piece)
+            parameter.grad = gradient
+            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+            optimizer.step()  # makes the states, whose pages are then there
+            steps.append(optimizer.step)
+        turns = itertools.cycle(steps)
+        return lambda: next(turns)()
+
+    name = dtype_name(dtype)
+    how = (
+        f"torch AdamW(fused=True) on {bench.device}, {name} parameter, gradient and states, "
+        f"{sizes[0] / 1e6:.2g} to {sizes[-1] / 1e6:.3g} M elements"
+    )
+    family = "device_adam" if threads is None else f"host_adam.{threads}"
+    key = family + ("" if dtype == torch.float32 else f".{name}") + (".all_ranks" if bench.ranks.size > 1 else "")
+    where = f"on {bench.device}" if threads is None else f"on the host, {threads_text(threads)}"
+    return Workload(f"Adam {where}, {name} states", (key,), bench, how, sizes, lambda: prepare)

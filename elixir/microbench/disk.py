@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.extents.extent_file import ExtentFile, fastest_requests
-from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer, file_system, warn_if_in_memory
+from elixir.extents.extent_file import ExtentFile, fastest_requests, file_system
+from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench.bench import Bench, Job, Run, Workload, geometric
-from elixir.microbench.fitting import MIN_POINTS, Measured, Series
+from elixir.microbench.bench import Bench, Job, geometric
+from elixir.microbench.fitting import MIN_POINTS, Series
 from elixir.units import MIB, format_bytes
 
 FILE_BYTES = {False: 512 * MIB, True: 128 * MIB}
@@ -30,24 +30,13 @@ write, which a run does not, and that wait would be a good part of their time.""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
+_WAYS = ("write", "read")
 KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """Limit on the seconds of an amount, once there are enough amounts for a fit."""
 WINDOWS, WINDOW_S = {False: 7, True: 5}, {False: 0.2, True: 0.1}
 """Turns of each amount, and the least seconds of a turn, by whether the measurement is quick. Disks have fast and slow
 seconds: each amount has one turn before any has the next, and the median counts."""
-
-
-@dataclass(frozen=True)
-class DiskJob(Job):
-    """Writing to the disk that a folder is on, and reading from it, by one process; or several drives together."""
-
-    bench: Bench
-    folders: Sequence[Path]
-
-    def series(self) -> list[Series]:
-        """Gives the series of `disk_series`."""
-        return disk_series(self.bench, *self.folders)
 
 
 def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
@@ -57,7 +46,7 @@ def disk_jobs(bench: Bench, *folders: PathLike) -> list[Job]:
         InputError: a folder is none, cannot be written, or has too little room.
     """
     paths = [check_folder(folder, quick=bench.quick) for folder in folders]
-    return [DiskJob("disk, written and read", KEYS, bench, paths)]
+    return [Job("disk, written and read", KEYS, measure=partial(disk_series, bench, *paths))]
 
 
 def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
@@ -75,7 +64,6 @@ def check_folder(folder: PathLike, *, quick: bool = False) -> Path:
             f"disk folder {os.fspath(folder)!r} has {format_bytes(free)} free, and measuring it needs "
             f"{format_bytes(2 * needed)}; free some, name another folder, or measure quickly (--quick)"
         )
-    warn_if_in_memory(path)
     return path
 
 
@@ -93,27 +81,37 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
     """
-    bench, size = bench.on("cpu"), FILE_BYTES[bench.quick]
-    plan, where = bench.effort(), ", ".join(str(folder) for folder in folders)
-    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, plan.amounts, DIRECT_BYTES)
-    files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
+    size, where = FILE_BYTES[bench.quick], ", ".join(str(folder) for folder in folders)
+    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, bench.on("cpu").effort().amounts, DIRECT_BYTES)
     try:
         with measured_file(folders, size) as file:
             source, target = (memoryview(buffer)[: sizes[-1]] for buffer in file.buffers)
             requests = fastest_requests(file.file, file.extent, source, target)
+            found = _turns(file, sizes, quick=bench.quick)
             transfers = "direct" if file.file.is_direct else "synchronised, pages dropped"
-            how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {transfers}"
-            found = _turns(file, sizes, how, quick=bench.quick)
-            said = f"read and write at once {how}"
-
-            def prepare(amount: int) -> Run:
-                return partial(file.read_and_write, amount)
-
-            both = Workload("", KEYS[2:3], bench, said, sizes, lambda: prepare, longest_s=LONGEST_S)
-            (measured,) = both.series()
-            found += [replace(measured, key=key, how=said) for key in KEYS[2:]]  # torch's threads have no part
     except OSError as error:
         raise InputError(f"the disk of {where} failed: {error.strerror}") from None
+    files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
+    how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {transfers}"
+    alone = [(f"{way} {how}, reads and writes in turns as in a run", column) for column, way in enumerate(_WAYS)]
+    series = []
+    for key, (said, column) in zip(KEYS, [*alone, *2 * [(f"read and write at once {how}", 2)]], strict=True):
+        points = [(float(amount), statistics.median(turn[column] for turn in turns)) for amount, turns in found.items()]
+        series.append(Series(key, tuple(points), WINDOWS[bench.quick], said))
+    return series
+
+
+def _turns(file: MeasuredFile, sizes: Sequence[int], *, quick: bool) -> dict[int, list[tuple[float, ...]]]:
+    """Amount -> seconds of a write, a read, and both at once, in each of its turns."""
+    found: dict[int, list[tuple[float, ...]]] = {}
+    for amount in sizes:
+        first = file.in_turns(amount, 0.0)  # pays for what is only done once
+        if len(found) >= MIN_POINTS and max(first) > LONGEST_S:
+            break
+        found[amount] = []
+    for _ in range(WINDOWS[quick]):
+        for amount, turns in found.items():
+            turns.append((*file.in_turns(amount, WINDOW_S[quick]), file.read_and_write(amount)))
     return found
 
 
@@ -126,31 +124,9 @@ def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
     """
     paths = [check_folder(folder, quick=True) for folder in folders]
     found = disk_series(Bench(torch.device("cpu"), quick=True), *paths)[:2]
-    rates: dict[str, Any] = {f"{each.key}_bytes_per_s": Measured(each.key, each, None).per_s for each in found}
+    rates: dict[str, Any] = {f"{each.key}_bytes_per_s": each.per_s for each in found}
     sources = {f"{each.key}_bytes_per_s": each.how for each in found}
     return replace(profile, **rates, disk_free_bytes=free_disk_bytes(*paths), sources={**profile.sources, **sources})
-
-
-def _turns(file: MeasuredFile, sizes: Sequence[int], how: str, *, quick: bool) -> list[Series]:
-    """The writes and the reads of each amount, with median seconds."""
-    seen: dict[int, list[InTurns]] = {}
-    for amount in sizes:
-        first = file.in_turns(amount, 0.0)  # pays for what is only done once
-        if len(seen) >= MIN_POINTS and max(first) > LONGEST_S:
-            break
-        seen[amount] = []
-    for _ in range(WINDOWS[quick]):
-        for amount, found in seen.items():
-            found.append(file.in_turns(amount, WINDOW_S[quick]))
-    return [
-        Series(
-            key,
-            tuple((float(amount), statistics.median(turn[way] for turn in found)) for amount, found in seen.items()),
-            WINDOWS[quick],
-            f"{key.removeprefix('disk_')} {how}, reads and writes in turns as in a run",
-        )
-        for way, key in enumerate(KEYS[:2])
-    ]
 
 
 class InTurns(NamedTuple):
@@ -196,13 +172,15 @@ class MeasuredFile:
         self.file.sync()
         return InTurns((write_s + time.perf_counter() - began_s) / count, read_s / count)
 
-    def read_and_write(self, amount: int) -> None:
-        """Reads and writes at the same time, until the drive has the bytes."""
+    def read_and_write(self, amount: int) -> float:
+        """Reads and writes at the same time, until the drive has the bytes; returns the seconds that this took."""
         start, far = self._next(amount)
+        began_s = time.perf_counter()
         with ThreadPoolExecutor(1) as writer:
             writing = writer.submit(self._write, start, amount)
             self.file.read(self.extent, memoryview(self.buffers[1])[:amount], far)
             writing.result()
+        return time.perf_counter() - began_s
 
     def _write(self, start: int, amount: int) -> None:
         """A direct write may still be in the drive's cache, hence the sync."""

@@ -37,33 +37,24 @@ Found = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Series:
-    """Measured seconds by amount, for one key of `HardwareProfile.fits`."""
+    """Measured seconds by amount, for one key of `HardwareProfile.fits`, and the fit, or why there is none."""
 
     key: str
-    points: tuple[tuple[float, float], ...]
-    """(amount, median seconds), amounts rising."""
-    repeats: int
+    points: tuple[tuple[float, float], ...] = ()
+    """(amount, median seconds), amounts rising; empty where the measurement itself failed."""
+    repeats: int = 0
     """The fewest runs that any of the medians is of."""
-    how: str
+    how: str = ""
     """A description of the work that ran."""
     ranks: int = 1
     """How many ranks did so at once."""
+    fit: RateFit | None = None
+    problem: str = ""
 
     @property
     def unit(self) -> str:
         """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
         return _UNITS[fit_unit(self.key)]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A key, what was measured for it, and the fit, or why there is none."""
-
-    key: str
-    series: Series | None
-    """None where the measurement itself failed."""
-    fit: RateFit | None
-    problem: str = ""
 
     @property
     def per_s(self) -> float:
@@ -74,27 +65,25 @@ class Measured:
         """
         if self.fit is not None:
             return self.fit.per_s
-        if self.series is None or not self.series.points:
+        if not self.points:
             raise InputError(f"{self.key} could not be measured: {self.problem}")
-        amount, seconds = self.series.points[-1]
+        amount, seconds = self.points[-1]
         return amount / seconds
 
     @property
     def source(self) -> str:
         """Text for `HardwareProfile.sources`."""
-        if self.series is None:
+        if not self.points:
             return f"not measured: {self.problem}"
-        text = f"measured, {len(self.series.points)} amounts, each the median of {self.series.repeats} runs or more: "
-        text += self.series.how
+        text = f"measured, {len(self.points)} amounts, each the median of {self.repeats} runs or more: {self.how}"
         return text + ("" if self.fit else f"; no fit ({self.problem}), so {LARGEST_ALONE}")
 
-
-def fitted(series: Series) -> Measured:
-    """Fits `series`, or says why there is no fit."""
-    try:
-        return Measured(series.key, series, fit_points(series.points))
-    except InputError as error:
-        return Measured(series.key, series, None, str(error))
+    def fitted(self) -> Series:
+        """The same with its fit, or with what says why there is none."""
+        try:
+            return dataclasses.replace(self, fit=fit_points(self.points))
+        except InputError as error:
+            return dataclasses.replace(self, problem=str(error))
 
 
 def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:

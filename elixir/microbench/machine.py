@@ -10,15 +10,13 @@ import torch
 
 from elixir.files import PathLike
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench.adam import adam_jobs, all_threads_jobs, compute_threads, thread_counts
 from elixir.microbench.bench import Bench, Job, Progress, default_device, run_jobs
 from elixir.microbench.brief import CUDA_BLOCK_OPERATORS, LAUNCH_NUMEL, call_s
-from elixir.microbench.collectives import collective_jobs
-from elixir.microbench.compute import DTYPES, compute_jobs
+from elixir.microbench.compute import DTYPES, adam_jobs, all_threads_jobs, compute_jobs, compute_threads, thread_counts
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
-from elixir.microbench.fitting import Found, Measured, profile_of, slug, system_facts
+from elixir.microbench.fitting import Found, Series, profile_of, slug, system_facts
 from elixir.microbench.ranks import Ranks
-from elixir.microbench.transfers import link_jobs, pinning_rate, transfer_jobs
+from elixir.microbench.transfers import collective_jobs, link_jobs, pinning_rate, transfer_jobs
 from elixir.units import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ def rank_jobs(bench: Bench) -> list[Job]:
     return [*link_jobs(bench), *all_threads_jobs(bench), *collective_jobs(bench)]
 
 
-def _profile(bench: Bench, results: Sequence[Measured], disk_folders: Sequence[PathLike]) -> HardwareProfile:
+def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[PathLike]) -> HardwareProfile:
     on_cpu, given = bench.device.type == "cpu", {result.key: result for result in results}
     if on_cpu:
         # One copy serves both ways, and the device's step is the host's on the threads of compute.
@@ -107,7 +105,7 @@ def _profile(bench: Bench, results: Sequence[Measured], disk_folders: Sequence[P
     if disk_folders:
         rates |= {f"{way}_bytes_per_s": way for way in ("disk_read", "disk_write")}
     squares = {dtype_name(dtype): given[f"matmul.{dtype_name(dtype)}.square"] for dtype in DTYPES}
-    squares = {name: result for name, result in squares.items() if result.series is not None}
+    squares = {name: result for name, result in squares.items() if result.points}
     found: Found = {
         **system_facts(bench.device),
         **{field: (given[key].per_s, given[key].source) for field, key in rates.items()},
@@ -122,7 +120,7 @@ def _profile(bench: Bench, results: Sequence[Measured], disk_folders: Sequence[P
     }
     if disk_folders:
         found["disk_free_bytes"] = (free_disk_bytes(*disk_folders), "read from the operating system")
-    if network is not None and network.series is not None:
+    if network is not None and network.points:
         found["network_bytes_per_s"] = (network.per_s, network.source)
         if network.fit is not None:  # a ring that sums takes so many steps between machines
             steps = 2 * (bench.ranks.machines - 1)
@@ -142,7 +140,7 @@ def _devices_per_host(bench: Bench) -> tuple[int, str]:
     return count, "of several machines, the ranks of each; otherwise one host is one device"
 
 
-def _peer_rate(on_cpu: bool, given: dict[str, Measured]) -> tuple[float, str]:
+def _peer_rate(on_cpu: bool, given: dict[str, Series]) -> tuple[float, str]:
     if "device_to_device" in given:
         return given["device_to_device"].per_s, given["device_to_device"].source
     slower = min((given["host_to_device"], given["device_to_host"]), key=lambda result: result.per_s)

@@ -41,11 +41,11 @@ class Ranks:
 
     def slowest(self, value: float) -> float:
         """The largest value of any rank."""
-        return self._reduce(value, dist.ReduceOp.MAX)
+        return float(max(self.exchange(value)))
 
     def least(self, value: float) -> float:
         """The smallest value of any rank."""
-        return self._reduce(value, dist.ReduceOp.MIN)
+        return float(min(self.exchange(value)))
 
     def share(self, value: Any) -> Any:
         """The value that rank 0 passed."""
@@ -56,17 +56,11 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _named():
+        try:
             dist.all_gather_object(values, value, group=self.control)
+        except RuntimeError as error:
+            raise RankError(f"another rank is gone while measuring; see its message. From torch: {error}") from None
         return values
-
-    def _reduce(self, value: float, operation: Any) -> float:
-        if self.size == 1:
-            return value
-        box = torch.tensor([value], dtype=torch.float64)
-        with _named():
-            dist.all_reduce(box, operation, group=self.control)
-        return float(box)
 
 
 @contextlib.contextmanager
@@ -103,11 +97,3 @@ def joined() -> Iterator[Ranks]:
         yield Ranks(size, rank, local_size, local_rank, control)
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _named() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(f"another rank is gone while measuring; see its message. From torch: {error}") from None

@@ -54,5 +54,5 @@ def buffer_places(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
                 yield BufferPlace(start + key, module, key, buffer, key not in passing)
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                for each in companions(parameter):
-                    yield BufferPlace(f"{start}{key}.{each.name}", each.holder, each.key, each.tensor, True)
+                for name, holder, own in companions(parameter):
+                    yield BufferPlace(f"{start}{key}.{name}", holder, own, getattr(holder, own), True)

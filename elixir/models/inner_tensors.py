@@ -67,7 +67,7 @@ class InnerTensors(nn.Module):
 
     def whole(self) -> torch.Tensor:
         """The parameter, of what its tensors are now; it announces its uses if they do."""
-        made = self.joined({name: self._inner(name) for name in self.names})
+        made = self.rebuild({name: self._inner(name) for name in self.names})
         tracked = tuple(each for each in self.parameters() if isinstance(each, TrackedParameter))
         if tracked:
             made.__class__ = announcing(self.kind)
@@ -78,7 +78,7 @@ class InnerTensors(nn.Module):
         inner = self._modules[name] if name in self._modules else self._parameters[name]
         return inner.whole() if isinstance(inner, InnerTensors) else inner
 
-    def joined(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def rebuild(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, of other tensors."""
         made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, self.shape, self.strides)
         if not torch.compiler.is_dynamo_compiling():  # it cannot look into a tensor that it makes, and needs no mark
@@ -104,7 +104,7 @@ def _join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
     getattr(state, "_metadata", {}).pop(prefix[:-1], None)
     keys = [prefix + name for name in module.names]
     if prefix and all(key in state for key in keys):  # otherwise the state dict leaves out what is not trained
-        state[prefix[:-1]] = module.joined({name: state.pop(prefix + name) for name in module.names})
+        state[prefix[:-1]] = module.rebuild({name: state.pop(prefix + name) for name in module.names})
 
 
 def _replace_parameters(
@@ -161,7 +161,7 @@ def _separate(module: nn.Module, state: Any, prefix: str, metadata: Any, strict:
                 found[2].append(f"{prefix}{name} is a {inner.kind.__name__} of another form than the value to load")
 
 
-def take_apart(model: nn.Module) -> Callable[[], None]:
+def unwrap_subclasses(model: nn.Module) -> Callable[[], None]:
     """Takes frozen parameters of a model apart that hold other tensors; returns what puts them together again.
 
     The parameters are the same objects afterwards, with the values that their tensors have then. Parameters that are
@@ -180,9 +180,9 @@ def take_apart(model: nn.Module) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def taken_apart(model: object) -> Iterator[None]:
-    """Takes parameters apart meanwhile; see `take_apart`. Anything but a module is left to others to refuse."""
-    end = take_apart(model) if isinstance(model, nn.Module) else None
+def unwrapped_subclasses(model: object) -> Iterator[None]:
+    """Takes parameters apart meanwhile; see `unwrap_subclasses`. Anything but a module is left to others to refuse."""
+    end = unwrap_subclasses(model) if isinstance(model, nn.Module) else None
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ def fetched_as_one(model: nn.Module, step: StepShape) -> dict[nn.Module, str]:
         step: that of the plan.
     """
     compiled = compiled_units(model)
-    names = {*compiled.values(), *_apart(step.joined, compiled.values())}
+    names = {*compiled.values(), *_apart(step.fetched_whole, compiled.values())}
     return {module: name for name, module in model.named_modules() if name in names}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,7 @@ from elixir.models.activation_checkpointing import enable_checkpointing, parse_c
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
 from elixir.models.settings import restored
 from elixir.models.user_code import called, imported
-from elixir.units import dtype_name, parse_dtype
-
-logger = logging.getLogger(__name__)
+from elixir.units import parse_dtype
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOST_LAYERS = 10_000
@@ -243,5 +240,4 @@ def _call_factory(text: str, dtype: torch.dtype | None, device: str) -> nn.Modul
         built = called(text, factory)
     if not isinstance(built, nn.Module):
         raise InputError(f"{text}: expected an nn.Module, the function returned {type(built).__name__}")
-    logger.debug("%s built %s in %s", text, type(built).__name__, dtype_name(dtype) if dtype else "its own dtype")
     return built

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,48 +44,33 @@ class ModelShape:
     parameters: int | None
     """Number of parameter elements, tied ones counted once; None for changed sizes: build the model and count."""
 
+    layers: int = field(init=False)
+    """Blocks; of an encoder-decoder, in each of the two stacks."""
+    hidden: int = field(init=False)
+    """Width of the hidden states."""
+    heads: int = field(init=False)
+    """Heads of the queries."""
+    kv_heads: int = field(init=False)
+    """Heads of keys and values; fewer than `heads` if queries share them."""
+    ffn: int = field(init=False)
+    """Inner width of the feed-forward part, of one expert if there are several."""
+    vocabulary: int = field(init=False)
+    """Rows of the token embedding; for an image classifier, its classes."""
+    positions: int | None = field(init=False)
+    """Longest sequence, None if positions are relative; an image classifier has one per patch, and one more."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        sizes = {word: next((config[key] for key in keys if key in config), None) for word, keys in _KEYS.items()}
+        sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+        if "image_size" in config:
+            sizes["positions"] = (config["image_size"] // config["patch_size"]) ** 2 + 1
+        vars(self).update(sizes)
+
     @property
     def family(self) -> str:
         """Its transformers model type, such as ``opt`` or ``qwen3_moe``."""
         return str(self.config["model_type"])
-
-    @property
-    def layers(self) -> int:
-        """Blocks; of an encoder-decoder, in each of the two stacks."""
-        return int(self._size("layers"))
-
-    @property
-    def hidden(self) -> int:
-        """Width of the hidden states."""
-        return int(self._size("hidden"))
-
-    @property
-    def heads(self) -> int:
-        """Heads of the queries."""
-        return int(self._size("heads"))
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values; fewer than `heads` if queries share them."""
-        return int(self._size("kv_heads") or self.heads)
-
-    @property
-    def ffn(self) -> int:
-        """Inner width of the feed-forward part, of one expert if there are several."""
-        return int(self._size("ffn"))
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the token embedding; for an image classifier, its classes."""
-        return int(self._size("vocabulary"))
-
-    @property
-    def positions(self) -> int | None:
-        """Longest sequence, None if positions are relative; an image classifier has one per patch, and one more."""
-        if "image_size" in self.config:
-            return int((self.config["image_size"] // self.config["patch_size"]) ** 2 + 1)
-        found = self._size("positions")
-        return None if found is None else int(found)
 
     def changed(self, *, name: str | None = None, **sizes: Any) -> ModelShape:
         """The same model with other sizes, by our words or by keys of its config.
@@ -97,9 +82,6 @@ class ModelShape:
             keys = [key for key in _KEYS[word] if key in config] if word in _KEYS else [word]
             config |= dict.fromkeys(keys, value)
         return replace(self, name=name or self.name, config=config, parameters=None)
-
-    def _size(self, word: str) -> Any:
-        return next((self.config[key] for key in _KEYS[word] if key in self.config), None)
 
 
 def model_names() -> tuple[str, ...]:

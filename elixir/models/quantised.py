@@ -9,27 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.errors import InputError, few
-from elixir.models.inner_tensors import InnerTensor, take_apart
+from elixir.models.inner_tensors import InnerTensor, unwrap_subclasses
 
 PACKED_CLASSES = frozenset({"Params4bit"})
 """Classes of parameters that may hold packed numbers."""
-
-
-class Companion(NamedTuple):
-    """A tensor that hangs on a packed weight and is needed to unpack it."""
-
-    name: str
-    """Its name in bitsandbytes' own files, such as ``absmax``; that of the table has the kind as well."""
-    holder: Any
-    """The object that has it as the attribute `key`."""
-    key: str
-    tensor: torch.Tensor
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -37,8 +26,12 @@ def is_packed(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, InnerTensor) or vars(tensor).get("quant_state") is not None
 
 
-def companions(parameter: torch.Tensor) -> Iterator[Companion]:
-    """Yields the tensors that unpack a weight; none for an ordinary one."""
+def companions(parameter: torch.Tensor) -> Iterator[tuple[str, Any, str]]:
+    """Yields where the tensors are that unpack a weight; nothing for an ordinary one.
+
+    Each has a name, that of bitsandbytes' own files, such as ``absmax``; that of the table has the kind as well. It
+    comes with the object that holds the tensor, and the name of the attribute.
+    """
     state = vars(parameter).get("quant_state")
     if state is None:
         return
@@ -52,9 +45,8 @@ def companions(parameter: torch.Tensor) -> Iterator[Companion]:
         ("nested_quant_map", inner, "code"),
     ]
     for name, holder, key in places:
-        tensor = getattr(holder, key, None)
-        if isinstance(tensor, torch.Tensor):
-            yield Companion(name, holder, key, tensor)
+        if isinstance(getattr(holder, key, None), torch.Tensor):
+            yield name, holder, key
 
 
 _SAVED_STATE = ".quant_state.bitsandbytes__"
@@ -122,7 +114,7 @@ def refuse_other_form(name: str, weight: torch.Tensor, saved_as: str, saved: Map
             f"{saved_as} was packed by bitsandbytes as {form}, and {name} of the model is {own or 'not packed'}; load "
             "the model with the quantization_config of the files"
         )
-    lacking = [f"{saved_as}.{each.name}" for each in companions(weight) if f"{saved_as}.{each.name}" not in saved]
+    lacking = [name for own, *_ in companions(weight) if (name := f"{saved_as}.{own}") not in saved]
     if lacking:
         raise InputError(
             f"the weights given have packed numbers of {name} without what unpacks them ({few(lacking)}); give all of "
@@ -143,7 +135,7 @@ def ready_to_move(model: nn.Module) -> Callable[[], None]:
     Returns:
         What ends both.
     """
-    put_together = take_apart(model)
+    put_together = unwrap_subclasses(model)
     layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,28 +39,16 @@ class SharedMemory:
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + offset + self.offset)
 
 
-class _Extent(NamedTuple):
-    """The bytes of a storage between the first and the last of a tensor."""
+class _Extent:
+    """A tensor with its bytes of a storage, from the first to the last."""
 
-    first: int
-    last: int
-    name: str
-    tensor: torch.Tensor
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Extent:
-        """The extent of a tensor that has a storage."""
-        first = int(tensor.storage_offset()) * tensor.itemsize
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self.first = int(tensor.storage_offset()) * tensor.itemsize
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(first, first + (steps + 1) * tensor.itemsize, name, tensor)
-
-    @property
-    def trained(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
-
-    @property
-    def dense(self) -> bool:
-        return is_dense(self.tensor.shape, self.tensor.stride())
+        self.last = self.first + (steps + 1) * tensor.itemsize
+        self.trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        self.dense = is_dense(tensor.shape, tensor.stride())
 
 
 def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
@@ -115,7 +103,7 @@ def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
         if len(found) == 1:  # nearly all
             continue
         tensors = [(name, tensor) for name, tensor in found if not is_absent(tensor)]
-        extents = sorted(itertools.starmap(_Extent.of, tensors), key=lambda each: (each.first, -each.last))
+        extents = sorted(itertools.starmap(_Extent, tensors), key=lambda each: (each.first, -each.last))
         for place, one in enumerate(extents):
             for two in itertools.islice(extents, place + 1, None):
                 if two.first >= one.last:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from elixir.errors import InputError, UserInterruptError, shortened
+from elixir.errors import InputError, shortened
 from elixir.models.settings import COMPUTATION, DEVICE, restored
 
 
@@ -23,7 +23,7 @@ def contained(what: str, failed: str = "") -> Iterator[None]:
     """Runs the user's code inside: standard output goes to standard error, and PyTorch's settings are afterwards as
     they were before.
 
-    A `KeyboardInterrupt` passes, as a `UserInterruptError`.
+    A `KeyboardInterrupt` passes.
 
     Args:
         what: is run, for the error.
@@ -38,20 +38,11 @@ def contained(what: str, failed: str = "") -> Iterator[None]:
     try:
         with restored(DEVICE, *COMPUTATION), warnings.catch_warnings():
             yield
-    except UserInterruptError:
-        raise  # it names the code inside
-    except KeyboardInterrupt as error:
-        raise UserInterruptError(what) from error
-    except SystemExit as error:
-        code = 0 if error.code is None else error.code
-        status = int(code) if isinstance(code, int) else f"1: {shortened(_printed(code))}"
-        raise InputError(f"{what} exited (status {status}); it has to return") from error
-    except Exception as error:
-        if not failed:
-            raise
-        raise InputError(f"{failed}: {described(error)}") from error
     except BaseException as error:
-        raise InputError(f"{what} raised {described(error)}") from error
+        is_ordinary = isinstance(error, Exception)
+        if isinstance(error, KeyboardInterrupt) or (is_ordinary and not failed):
+            raise
+        raise InputError(f"{failed if is_ordinary else f'{what} has to return'}: {described(error)}") from error
     finally:
         sys.stdin, sys.stdout, sys.stderr = streams
 

@@ -35,7 +35,8 @@ def owned(matrices: Matrices, ranks: int, rank: int) -> list[tuple[int, int]]:
 
 def slowest(matrices: Matrices, ranks: int) -> list[tuple[int, int]]:
     """The matrices of the rank that has most to do in a chunk."""
-    return max((owned(matrices, ranks, rank) for rank in range(ranks)), key=_flops)
+    each = (owned(matrices, ranks, rank) for rank in range(ranks))
+    return max(each, key=lambda mine: sum(matrix_flops(*shape) for shape in mine))
 
 
 def part_of(offset: int, numel: int, shard_numel: int, rank: int) -> slice:
@@ -106,7 +107,3 @@ def stage_numel(matrices: Matrices, shard_numel: int, ranks: int) -> int:
 def stages(ranks: int) -> int:
     """The number of staging buffers."""
     return MATRIX_STAGES if ranks == 1 else 1
-
-
-def _flops(matrices: Matrices) -> int:
-    return sum(matrix_flops(*shape) for shape in matrices)

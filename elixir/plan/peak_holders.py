@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from elixir.step_trace import Kind, StepTrace
+from elixir.step_trace import Contributor, Kind, StepTrace
 from elixir.units import format_bytes
 
 
-class Holder(NamedTuple):
-    """Tensors alive at the peak, of one operator in one module, or in the same module of several layers."""
-
-    kind: Kind
-    module: str
-    """``layers.*.fc1`` is that module of every layer; empty outside of the model."""
-    operator: str
-    tensors: int
-    bytes: int
-
-
-def peak_holders(trace: StepTrace) -> list[Holder]:
-    """All of them, the largest first."""
+def peak_holders(trace: StepTrace) -> list[Contributor]:
+    """All of them, the largest first; ``layers.*.fc1`` is that module of every layer."""
     found: dict[tuple[Kind, str, str], tuple[int, int]] = {}
     for origin in trace.peak_contributors:
         module = ".".join("*" if part.isdigit() else part for part in origin.module.split("."))
@@ -28,7 +15,7 @@ def peak_holders(trace: StepTrace) -> list[Holder]:
         count, size = found.get(key, (0, 0))
         found[key] = (count + origin.count, size + origin.bytes)
     ranked = sorted(found.items(), key=lambda each: (-each[1][1], each[0]))
-    return [Holder(*key, *amounts) for key, amounts in ranked]
+    return [Contributor(*key, *amounts) for key, amounts in ranked]
 
 
 def holders_text(trace: StepTrace, most: int) -> str:

@@ -38,9 +38,9 @@ from elixir.plan.chunk_plan import (
     alignment_bytes,
     itemsize_of,
     must,
+    packed_text,
 )
 from elixir.plan.matrices import exchanged_bytes
-from elixir.plan.packed_weights import packed_text
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
@@ -57,7 +57,7 @@ class Plan(Artifact):
     artifact: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 32
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
-    anew: ClassVar[str] = "plan it anew with `elixir plan`"
+    remake_hint: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str
     """Name of the model, or of its class."""
@@ -203,7 +203,8 @@ class Plan(Artifact):
         orthogonal."""
         if not chunk.matrices or chunk.home.states_on_device:
             return 0
-        return DIRECTION_BYTES * (chunk.used_numel if self.shards == 1 else chunk.numel // self.shards)
+        parameters_numel = sum(slot.numel for slot in chunk.parameters)  # without padding
+        return DIRECTION_BYTES * (parameters_numel if self.shards == 1 else chunk.numel // self.shards)
 
     def extent_bytes(self, chunk: ChunkPlan) -> int:
         """Bytes of one rank's masters and states of a chunk where they live on a disk."""

@@ -56,7 +56,7 @@ class StepQuestion:
     forward: bool = False
     """Whether the model is only evaluated: the step runs without gradients, trainable or not."""
     generate: tuple[int, int] | None = None
-    """Tokens of a prompt and new ones: the step is the last of a generation (`elixir.models.generation`)."""
+    """Tokens of a prompt and new ones: the step is the last of a generation (`elixir.models.step`)."""
     lora: int | None = None
     """Rank of adapters over a frozen model by name (`elixir.models.adapters`)."""
     quantised: str | None = None
@@ -157,9 +157,15 @@ class StepQuestion:
                 )
             return self.model
         from elixir.models import user_code
-        from elixir.models.generation import generation_input, generation_step
         from elixir.models.model_shape import find
-        from elixir.models.step import check_batch, default_step, input_to_trace, refused_overflow
+        from elixir.models.step import (
+            check_batch,
+            default_step,
+            generation_input,
+            generation_step,
+            input_to_trace,
+            refused_overflow,
+        )
         from elixir.tracer.trace import trace_step
 
         model, name = self.build() if built is None else built, self.model if isinstance(self.model, str) else None

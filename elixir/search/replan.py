@@ -253,7 +253,7 @@ def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimiz
         frozen_weights=plan.frozen_weights,
         chunks_of=plan,
         replicas=plan.replicas,
-        fetch="units" if plan.step.joined else "parameters",
+        fetch="units" if plan.step.fetched_whole else "parameters",
     )
     try:
         return plan_in(space, budgets, request)

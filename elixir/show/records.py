@@ -98,8 +98,8 @@ def presets_table(profiles: Iterable[HardwareProfile]) -> Table:
             profile.name,
             profile.device_name,
             format_bytes(profile.device_memory_bytes),
-            show_value("_bytes_per_s", profile.device_memory_bytes_per_s),
-            show_value("_flops_per_s", profile.flops_per_s.get("bfloat16")),
+            f"{profile.device_memory_bytes_per_s / 1e9:,.0f} GB/s",
+            f"{profile.flops_per_s['bfloat16'] / 1e12:,.4g} TFLOP/s",
             show_value("_bytes_per_s", profile.host_to_device_bytes_per_s),
         ]
         for profile in profiles

@@ -64,11 +64,6 @@ def render(figure: Figure, picture: str) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes `figure` to `path`, atomically; `InputError` for an ending that is no picture format."""
-    return write_atomically(path, render(figure, picture_format(path)))
-
-
 def new_figure(height_in: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -85,7 +80,7 @@ def finish(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
             spine.set_linewidth(0.6)
         axes.tick_params(labelsize=SMALL_PT, width=0.6)
     if path is not None:
-        save(figure, path)
+        write_atomically(path, render(figure, picture_format(path)))
     return figure
 
 

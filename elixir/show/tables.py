@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 from elixir.plan.activations import kept_text, result_names, way_of
-from elixir.plan.chunk_plan import ChunkPlan
-from elixir.plan.packed_weights import Weight, numel_text, packed_text
+from elixir.plan.chunk_plan import ChunkPlan, Weight, numel_text, packed_text
 from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
 from elixir.show.style import RESOURCE_LABELS, part_label
@@ -34,14 +33,11 @@ def plan_levers_table(plan: Plan, levers: Sequence[Effect]) -> Table:
     return list_table("what would help, one change at a time, at the profile's rates", columns, body)
 
 
-def flag_of(argument: str) -> str:
-    """The flag of the command line that sets an argument of a search or of the step."""
-    return {"checkpoint": "--activation-checkpointing"}.get(argument, f"--{argument.replace('_', '-')}")
-
-
 def flags_of(options: Iterable[tuple[str, str]]) -> str:
-    """The flags of the command line that set these arguments to these values; a switch has an empty value."""
-    return " ".join(f"{flag_of(name)} {value}".rstrip() for name, value in options)
+    """The flags of the command line that set these arguments of a search or of the step to these values; a switch has
+    an empty value."""
+    words = ((name if name != "checkpoint" else "activation-checkpointing", value) for name, value in options)
+    return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in words)
 
 
 def _lever_cells(plan: Plan, step_s: float, gain: float | None) -> list[str]:
@@ -175,9 +171,9 @@ def contributors_table(trace: StepTrace) -> Table:
     """
     ranked = peak_holders(trace)
     shown, others = ranked[:_CONTRIBUTORS], ranked[_CONTRIBUTORS:]
-    rows = [[each.kind, each.module, each.operator, f"{each.tensors:,}", format_bytes(each.bytes)] for each in shown]
+    rows = [[each.kind, each.module, each.operator, f"{each.count:,}", format_bytes(each.bytes)] for each in shown]
     if others:
-        count, size = sum(each.tensors for each in others), sum(each.bytes for each in others)
+        count, size = sum(each.count for each in others), sum(each.bytes for each in others)
         rows.append(["others", f"{len(others)} origins", "", f"{count:,}", format_bytes(size)])
     title = "alive at the peak of forward and backward"
     return list_table(title, ("kind", "module", "operator", "tensors", "size"), rows)

@@ -24,7 +24,7 @@ from elixir.errors import ElixirError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
-from elixir.models.inner_tensors import taken_apart
+from elixir.models.inner_tensors import unwrapped_subclasses
 from elixir.models.layer_units import layer_units
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.module_state import ModuleState
@@ -128,7 +128,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     check_step(step_fn)
     started = time.perf_counter()
     target = target_for(hardware)
-    with compiled_in_place(model), taken_apart(model), on_meta(model, dtype) as traced:
+    with compiled_in_place(model), unwrapped_subclasses(model), on_meta(model, dtype) as traced:
         layers = layer_units(model, compile=compile)
         compiled = _compiled(model, layers)
         batch, inputs = meta_input(inp, dtype)

@@ -342,10 +342,10 @@ def rate_of_work(run: Callable[[], object], amount: float, clock: Callable[[], f
 
 def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
     """Measures the rate of a lane and that of products while both run."""
-    from elixir.microbench.brief import _Lane
+    from elixir.microbench.brief import _turn_of_lane
 
     with ThreadPoolExecutor(1) as worker:
-        _Lane(lane, products, worker).turn(seconds)
+        _turn_of_lane(lane, products, worker, seconds)
 
 
 def attention_is_counted_with_groups() -> bool:

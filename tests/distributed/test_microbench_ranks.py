@@ -11,8 +11,8 @@ import torch
 from elixir.hardware.host_share import HostView, adam_threads
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.microbench import adam, machine
 from elixir.microbench import bench as bench_module
+from elixir.microbench import compute, machine
 from elixir.microbench.bench import Bench, Effort, median_seconds, run_jobs
 from elixir.microbench.fitting import Series
 from elixir.microbench.ranks import Ranks
@@ -25,10 +25,10 @@ def ranks_here(rank: int, size: int) -> Ranks:
     return Ranks(size, rank, size, rank, torch.distributed.group.WORLD)
 
 
-def measured(rank: int, size: int) -> dict[str, Series | None]:
+def measured(rank: int, size: int) -> dict[str, Series]:
     bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     bench = Bench(torch.device("cpu"), True, ranks_here(rank, size))
-    return {result.key: result.series for result in run_jobs(machine.rank_jobs(bench))}
+    return {result.key: result for result in run_jobs(machine.rank_jobs(bench))}
 
 
 def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
@@ -38,7 +38,7 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
     assert {"all_gather.2", "reduce_scatter.2", "host_to_device.all_ranks", "host_to_device.both.all_ranks"} <= keys
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     assert f"host_adam.{adam_threads(cores, 2, 1)}.all_ranks" in keys
-    assert None not in first.values()
+    assert all(series.points for series in first.values())
     assert all(series.ranks == 2 for series in first.values())
     # The amount is the whole buffer, which a rank's buffer of 1 MiB bounds here.
     assert max(amount for amount, _ in first["all_gather.2"].points) == 2**20
@@ -47,12 +47,12 @@ def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
 def on_a_gpu_machine(rank: int, size: int) -> tuple[list[str], set[tuple[int, tuple[int, ...]]]]:
     """The ranks of a GPU machine of 8 cores measure the host's Adam on their threads and cores."""
     bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
-    adam.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
+    compute.host_view = lambda: HostView("here", tuple(range(8)), float("inf"))
     asked: set[tuple[int, tuple[int, ...]]] = set()
-    adam.use_threads = lambda threads, cores: asked.add((threads, cores))
+    compute.use_threads = lambda threads, cores: asked.add((threads, cores))
     bench = Bench(torch.device("cuda", 0), True, ranks_here(rank, size), fixed=TINY)
-    jobs = [job for job in adam.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
-    return [result.key for result in run_jobs(jobs) if result.series is not None], asked
+    jobs = [job for job in compute.all_threads_jobs(bench) if job.keys[0].startswith("host_adam")]
+    return [result.key for result in run_jobs(jobs) if result.points], asked
 
 
 def test_ranks_measure_the_hosts_adam_on_what_each_has_in_training() -> None:

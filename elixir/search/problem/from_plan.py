@@ -34,7 +34,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
-    trace = joined_trace(trace_under(plan, trace), plan.step.joined)
+    trace = joined_trace(trace_under(plan, trace), plan.step.fetched_whole)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):

@@ -11,8 +11,16 @@ import pytest
 from elixir.errors import ArtifactError
 from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import BLOCK_NUMEL, moments_size
-from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES, ChunkPlan, ChunkUse, ParamSlot, alignment_bytes
-from elixir.plan.packed_weights import Weight, numel_text, packed_text
+from elixir.plan.chunk_plan import (
+    PARAM_ALIGNMENT_BYTES,
+    ChunkPlan,
+    ChunkUse,
+    ParamSlot,
+    Weight,
+    alignment_bytes,
+    numel_text,
+    packed_text,
+)
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
 from elixir.plan.weight_file import WeightFile

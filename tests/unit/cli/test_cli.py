@@ -14,7 +14,7 @@ from torch import nn
 from elixir.artifact import Artifact
 from elixir.cli import main, output
 from elixir.cli.options import build_parser, normalise
-from elixir.errors import InputError, Lever, PlanError, StateError, UserInterruptError, unknown_name
+from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
@@ -57,7 +57,7 @@ class Stub:
             "elixir.microbench": ("measure",),
             "elixir.cli.commands": ("config_of", "load_hardware"),
             "elixir.cli.files": ("load_hardware",),
-            "elixir.cli.hardware": ("load_hardware",),
+            "elixir.cli.show": ("load_hardware",),
         }
         for module, names in modules.items():
             for name in names:
@@ -289,7 +289,7 @@ def test_plan_takes_a_config_for_a_model(stub: Stub, capsys: pytest.CaptureFixtu
 
 def test_plan_of_a_plan_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(make_plan(2).save(tmp_path / "plan.json"))
-    assert "expected a model or a trace, found a plan" in fails(capsys, "plan", path)
+    assert "expected a trace, found a plan" in fails(capsys, "plan", path)
 
 
 def test_what_cannot_fit_says_what_to_change(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,7 +453,7 @@ def test_a_defect_of_ours_is_status_1(error: Exception, stub: Stub, capsys: pyte
     assert "internal error" in fails(capsys, "profile", "x", status=1)
 
 
-@pytest.mark.parametrize("error", [InputError("why"), UserInterruptError("why")])
+@pytest.mark.parametrize("error", [InputError("why"), KeyboardInterrupt("why")])
 @pytest.mark.parametrize("argv", [("--debug", "profile", "x"), ("profile", "x", "--debug")])
 def test_debug_raises(argv: tuple[str, ...], error: BaseException, stub: Stub) -> None:
     stub.results["trace_step"] = error

@@ -60,7 +60,7 @@ def test_bytes_are_as_predicted_and_the_file_is_learned(
 
 def test_a_trial_says_what_was_not_as_predicted() -> None:
     for measured, at_times, agrees in ((1000, 0, True), (1003, 0, False), (900, 0, False), (900, 100, True)):
-        assert trial.compared_bytes("device to host", 1000, measured, at_times).agrees is agrees
+        assert trial.compared_bytes("device to host", 1000, measured, at_times)["agrees"] is agrees
 
 
 def test_the_observed_peak_is_of_what_is_allocated_meanwhile() -> None:

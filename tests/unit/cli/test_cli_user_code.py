@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from elixir.cli import main, show
-from elixir.errors import InputError, UserInterruptError, shortened
+from elixir.errors import InputError, shortened
 from elixir.models import user_code
 from elixir.models.loading import build
 from elixir.models.step import default_input
@@ -111,8 +111,8 @@ def words(command: str, folder: Path, **functions: str) -> list[str]:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("exits", "exited (status 0)"), ("exits_silently", "exited (status 0)"), ("fails", "exited (status 1: bye)"),
-        ("odd", "raised Odd: odd"), ("interrupts", "raised KeyboardInterrupt"), ("leaves", "raised GeneratorExit"),
+        ("exits", "SystemExit: 0"), ("exits_silently", "has to return: SystemExit"), ("fails", "SystemExit: bye"),
+        ("odd", "has to return: Odd: odd"), ("leaves", "has to return: GeneratorExit"),
     ],
 )  # fmt: skip
 def test_code_that_ends_the_process_is_an_error(
@@ -124,6 +124,14 @@ def test_code_that_ends_the_process_is_an_error(
     assert f"elixir {command}: error: {name_of(folder)}:{does}" in err
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("part", ["model", "inp", "step"])
+def test_code_that_interrupts_ends_the_command(part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words("profile", folder, **{part: "interrupts"})) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("elixir: interrupted\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -160,11 +168,11 @@ def test_forward_and_import_that_end_the_process(
 ) -> None:
     module = name_of(folder)
     assert main(["profile", f"{module}_ends:model"]) == 2
-    assert f"the import of {module}_ends exited (status 0)" in capsys.readouterr().err
+    assert f"the import of {module}_ends has to return: SystemExit: 0" in capsys.readouterr().err
     monkeypatch.setenv("ENDS_IN", "forward")
     for command in ("profile", "fit"):
         assert main(words(command, folder)) == 2
-        assert "the step exited (status 3)" in capsys.readouterr().err
+        assert "the step has to return: SystemExit: 3" in capsys.readouterr().err
 
 
 def test_a_function_that_upsets_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,9 +209,9 @@ def test_settings_of_pytorch_are_put_back(change: str) -> None:
 
 def test_a_library_call_lets_interrupts_through(folder: Path) -> None:
     module = name_of(folder)
-    with pytest.raises(UserInterruptError):
+    with pytest.raises(KeyboardInterrupt):
         build(f"{module}:interrupts")
-    with pytest.raises(InputError, match=r"exited \(status 0\)"):
+    with pytest.raises(InputError, match="has to return: SystemExit: 0"):
         build(f"{module}:exits")
 
 

@@ -17,7 +17,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.lightning import ElixirPrecision, ElixirStrategy
 from elixir.integrations.optimizer_list import OptimizerList
-from elixir.integrations.options import read_options
+from elixir.integrations.run import read_options
 from elixir.integrations.transformers import ElixirMixin, ElixirTrainer
 from elixir.units import MIB
 from tests.common.accelerated import Loop

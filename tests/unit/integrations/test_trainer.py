@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 
 import elixir
-from elixir.errors import InputError, InputTypeError, PlanError, TraceError
+from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError, TraceError
 from elixir.integrations import accelerate
 from elixir.integrations.optimizer_list import OptimizerList
 from elixir.integrations.run import Run
@@ -296,7 +296,7 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
         ({"accumulation": 4}, {}, "comes from gradient_accumulation_steps"),
         ({"dtype": "bf16"}, {}, "comes from bf16 or fp16"),
         ({"device_memroy": "1GiB"}, {}, "did you mean device_memory"),
-        ("nowhere.json", {}, "neither JSON nor the file"),
+        ("nowhere.json", {}, "nowhere.json: cannot be read"),
         ({"log": "some"}, {}, "log is 'brief', or 'all' for the whole report"),
         ({}, {"auto_find_batch_size": True}, "elixir fit"),
         ({}, {"bf16_full_eval": True}, "the plan's dtype"),
@@ -307,7 +307,7 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
     ids=str,
 )
 def test_refuses_before_planning(elixir: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises((InputError, InputTypeError), match=says):
+    with pytest.raises((ArtifactError, InputError, InputTypeError), match=says):
         make(ElixirTrainer, tmp_path, elixir=elixir, **SHORT, **more)
 
 

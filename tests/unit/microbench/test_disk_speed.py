@@ -18,8 +18,8 @@ from elixir.microbench import disk, machine, measure
 from elixir.microbench.bench import Bench, Job
 from elixir.microbench.disk import check_folder, disk_jobs, disk_series, file_system
 from elixir.microbench.fitting import Series
-from elixir.microbench.script import run_script
 from elixir.units import MIB
+from tests.common.profile_scripts import frame
 
 QUICK = Bench(torch.device("cpu"), quick=True)
 
@@ -116,9 +116,11 @@ def test_a_folder_that_cannot_be_used_is_refused(
     with pytest.raises(InputError, match="free"):
         check_folder(tmp_path)
     monkeypatch.setattr(disk, "FILE_BYTES", {True: 1, False: 1})
-    monkeypatch.setattr("elixir.files.file_system", lambda _: "tmpfs")
+    monkeypatch.setattr("elixir.extents.extent_file.file_system", lambda _: "tmpfs")
     with caplog.at_level(logging.WARNING):
         assert check_folder(tmp_path) == tmp_path
+        with disk.measured_file([tmp_path], MIB):
+            pass
     assert "memory and no disk" in caplog.text
 
 
@@ -158,14 +160,14 @@ def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
 
 
 def test_the_script_wants_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_script(
+    table = frame.run_script(
         disk_jobs, "words", ["--quick", "--device", "cpu", "--disk-folder", str(tmp_path)], needs_folder=True
     )
     assert "disk_write" in table
     assert "disk_read" in table
     for arguments in (["--quick"], ["--disk-folder", str(tmp_path / "absent")]):
         with pytest.raises(SystemExit):
-            run_script(disk_jobs, "words", arguments, needs_folder=True)
+            frame.run_script(disk_jobs, "words", arguments, needs_folder=True)
     assert "no folder" in capsys.readouterr().err
 
 

@@ -26,22 +26,28 @@ from elixir.hardware.host_share import HostView
 from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes, total_host_bytes
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset
 from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
-from elixir.microbench import adam, measure
 from elixir.microbench import bench as bench_module
-from elixir.microbench.adam import HostAdam, adam_jobs, adam_work, compute_threads, thread_counts
+from elixir.microbench import compute, measure
 from elixir.microbench.bench import Bench, Effort, Job, Workload, geometric, median_seconds
-from elixir.microbench.collectives import collective_jobs
-from elixir.microbench.compute import attention_work, compute_jobs, matmul_work
-from elixir.microbench.fitting import Measured, Series, fit_points, fitted
+from elixir.microbench.compute import (
+    adam_jobs,
+    adam_work,
+    attention_work,
+    compute_jobs,
+    compute_threads,
+    host_adam,
+    matmul_work,
+    thread_counts,
+)
+from elixir.microbench.fitting import Series, fit_points
 from elixir.microbench.ranks import Ranks, joined
-from elixir.microbench.script import as_json, as_table, format_rate, run_script
-from elixir.microbench.transfers import memory_work, transfer_jobs
+from elixir.microbench.transfers import collective_jobs, memory_work, transfer_jobs
 from tests.common import inside
+from tests.common.profile_scripts import PROFILE, frame
 
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
 TINY = Effort(2, 2, 0.0, 4, 2**22, 2**18, 1e-3)
-PROFILE_SCRIPTS = Path(__file__).parents[3] / "profile"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
 
@@ -124,17 +130,17 @@ def test_latency_is_never_negative() -> None:
 def test_a_fit_that_cannot_be_believed_is_refused(points: list[tuple[float, float]], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         fit_points(points)
-    result = fitted(series(points))
+    result = series(points).fitted()
     assert result.fit is None
     assert reason in result.problem
 
 
 def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
-    result = fitted(series([(1e6, 1.0), (1e8, 2.0)]))
+    result = series([(1e6, 1.0), (1e8, 2.0)]).fitted()
     assert result.per_s == 5e7
     assert "no fit" in result.source
     assert LARGEST_ALONE in result.source
-    assert fitted(series(line(1e-5, 1e9))).per_s == pytest.approx(1e9)
+    assert series(line(1e-5, 1e9)).fitted().per_s == pytest.approx(1e9)
 
 
 def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
@@ -151,7 +157,7 @@ def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
 )
 def test_what_a_device_cannot_do_is_a_problem_with_a_name(error: Exception) -> None:
     (result,) = Given("", ("matmul.float16.square",), [error]).measured()
-    assert (result.key, result.fit, result.series) == ("matmul.float16.square", None, None)
+    assert (result.key, result.fit, result.points) == ("matmul.float16.square", None, ())
     assert result.problem == str(error).splitlines()[0]
     with pytest.raises(InputError, match=r"matmul\.float16\.square could not be measured"):
         _ = result.per_s
@@ -280,13 +286,13 @@ def test_amounts_are_what_was_moved_or_computed(monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.measure_with(monkeypatch, TINY)
-    monkeypatch.setattr(Job, "measured", lambda job: [Measured(each.key, each, None) for each in job.series()])
+    monkeypatch.setattr(Job, "measured", lambda job: job.series())
     jobs = [*transfer_jobs(QUICK), *adam_jobs(QUICK), *compute_jobs(QUICK, (torch.bfloat16,))]
     promised = [key for job in jobs for key in job.keys]
     assert len(promised) == len(set(promised))
     given_ = [result for job in jobs for result in job.measured()]
     assert [result.key for result in given_] == promised
-    assert [result.key for result in given_ if result.series is None] == []
+    assert [result.key for result in given_ if not result.points] == []
     dataclasses.replace(preset("cpu"), fits=dict.fromkeys(promised, RateFit(0.0, 1.0, 0.0)))
 
 
@@ -309,7 +315,7 @@ def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatc
         (2, 8, [1, 2]),
     ):
         view = HostView("here", tuple(range(cores)), math.inf)
-        monkeypatch.setattr(adam, "host_view", lambda view=view: view)
+        monkeypatch.setattr(compute, "host_view", lambda view=view: view)
         monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
         assert thread_counts() == counts
         assert compute_threads() == min(told, cores)
@@ -327,9 +333,8 @@ def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: py
         return real(work)
 
     monkeypatch.setattr(Workload, "series", spied)
-    job = adam_work(QUICK, torch.float32, 3)
+    job = host_adam(QUICK, torch.float32, 3)
     (found,) = job.series()
-    assert isinstance(job, HostAdam)
     assert (job.keys, found.key) == (("host_adam.3",), "host_adam.3")
     assert "3 threads" in found.how
     assert seen == [(3, before)]
@@ -357,11 +362,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     """A measurement on tiny buffers in which every copy has a fit and every Adam step is without."""
     inside.measure_with(monkeypatch, TINY)
 
-    def judged(job: Job) -> list[Measured]:
+    def judged(job: Job) -> list[Series]:
         return [
-            Measured(each.key, each, None, "made to fail")
+            dataclasses.replace(each, problem="made to fail")
             if each.key.startswith("host_adam")
-            else Measured(each.key, each, RateFit(1e-6, 7e9, 0.1, each.points))
+            else dataclasses.replace(each, fit=RateFit(1e-6, 7e9, 0.1, each.points))
             for each in job.series()
         ]
 
@@ -427,17 +432,17 @@ def test_a_torchrun_environment_that_lacks_something_is_refused(monkeypatch: pyt
 # ----------------------------------------------------------------------------------------------------- tables and JSON
 
 
-def results() -> list[Measured]:
+def results() -> list[Series]:
     return [
-        fitted(series(line(1e-5, 2.5e10))),
-        fitted(series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4)),
-        fitted(series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory")),
-        Measured("matmul.float16.square", None, None, "not implemented"),
+        series(line(1e-5, 2.5e10)).fitted(),
+        series(line(1e-5, 1e10), "host_to_device.all_ranks", ranks=4).fitted(),
+        series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory").fitted(),
+        Series("matmul.float16.square", problem="not implemented"),
     ]
 
 
 def test_tables_say_rate_latency_error_and_what_failed() -> None:
-    head, *rows = as_table(results()).splitlines()
+    head, *rows = frame.as_table(results()).splitlines()
     assert "25.00 Gbytes/s" in rows[0]
     assert "0.010 ms" in rows[0]
     assert "10.00 Gbytes/s each, 40.00 Gbytes/s in all" in rows[1]
@@ -445,11 +450,11 @@ def test_tables_say_rate_latency_error_and_what_failed() -> None:
     assert "not measured: not implemented" in rows[3]
     assert len({row.index("copy") for row in [rows[0], rows[1], rows[2]]}) == 1
     assert head.startswith("key")
-    assert format_rate(999.0, "FLOP") == "999.00 FLOP/s"
+    assert frame.format_rate(999.0, "FLOP") == "999.00 FLOP/s"
 
 
 def test_json_has_points_fits_and_problems() -> None:
-    first, _, third, fourth = json.loads(as_json(results()))["series"]
+    first, _, third, fourth = json.loads(frame.as_json(results()))["series"]
     assert first["fit"]["per_s"] == pytest.approx(2.5e10)
     assert first["points"][0][0] == 1e6
     assert (third["fit"], fourth["fit"]) == (None, None)
@@ -461,9 +466,9 @@ def test_json_has_points_fits_and_problems() -> None:
 
 def test_scripts_stand_alone(tmp_path: Path) -> None:
     out = tmp_path / "bandwidth.json"
-    command = [sys.executable, str(PROFILE_SCRIPTS / "bandwidth.py"), "--quick", "--device", "cpu"]
+    command = [sys.executable, str(PROFILE / "bandwidth.py"), "--quick", "--device", "cpu"]
     command += ["--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE_SCRIPTS.parent, env=with_path())
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROFILE.parent, env=with_path())
     assert done.returncode == 0, done.stderr
     found = {record["key"]: record for record in json.loads(out.read_text())["series"]}
     assert {"host_memory", "host_to_device", "host_to_device.both"} <= set(found)
@@ -482,20 +487,20 @@ def test_a_bad_device_or_output_ends_a_script_before_it_measures(
     folder = tmp_path / "no"
     for arguments in (["--device", "warp"], ["--out", str(folder / "such.json")], ["--plot", "fits.pdf"]):
         with pytest.raises(SystemExit) as ended:
-            run_script(never, None, arguments)
+            frame.run_script(never, None, arguments)
         assert ended.value.code == 2
         assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_lone_rank_without_anything_to_measure_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
+        frame.run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
     assert ended.value.code == 2
     assert "torchrun" in capsys.readouterr().err
 
 
 def with_path() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(PROFILE_SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(PROFILE.parent), "OMP_NUM_THREADS": "1"}
 
 
 def test_memory_of_a_size_is_free_before_the_next_is_made() -> None:

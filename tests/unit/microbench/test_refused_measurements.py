@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from elixir.errors import InputError, RankError
-from elixir.microbench import brief, measure_briefly, script
+from elixir.microbench import brief, measure_briefly
 from elixir.microbench.disk import disk_jobs
 from elixir.microbench.ranks import Ranks, joined
+from tests.common.profile_scripts import frame
 
 PAIR = Ranks(2, 0, 2, 0, None)
 
@@ -32,9 +33,9 @@ def test_a_dtype_that_the_cpu_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -
 def test_a_disk_is_measured_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "joined", lambda: contextlib.nullcontext(PAIR))
+    monkeypatch.setattr(frame, "joined", lambda: contextlib.nullcontext(PAIR))
     with pytest.raises(SystemExit):
-        script.run_script(disk_jobs, None, ["--device=cpu", f"--disk-folder={tmp_path}"], needs_folder=True)
+        frame.run_script(disk_jobs, None, ["--device=cpu", f"--disk-folder={tmp_path}"], needs_folder=True)
     assert "measured by one process" in capsys.readouterr().err
 
 

@@ -262,7 +262,7 @@ def test_layers_hold() -> None:
         ("elixir.schedule", "import torch\nfree = torch.cuda.mem_get_info()"),
         ("elixir.tracer.run", "from elixir.search import x"),
         ("elixir.tracer.run", "from ..microbench import measure"),
-        ("elixir.microbench.adam", "from elixir.tracer import trace_step"),
+        ("elixir.microbench.compute", "from elixir.tracer import trace_step"),
         ("elixir.search.pick", "from elixir.wrapper import ElixirModule"),
         ("elixir.search.pick", "from elixir import chunk"),
         ("elixir.chunk.pool", "from elixir.kernels import adam"),

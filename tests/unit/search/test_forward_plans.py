@@ -11,7 +11,7 @@ from torch import nn
 from benchmark.observe import observe
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.models.generation import generation_input, generation_step
+from elixir.models.step import generation_input, generation_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -16,9 +16,8 @@ from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.perfetto import chrome_trace, save_chrome_trace
-from elixir.show.style import render
-from elixir.show.timeline import plot_timeline
+from elixir.show.style import RESOURCE_LABELS, render
+from elixir.show.timeline import chrome_trace, plot_timeline, save_chrome_trace
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware
@@ -49,13 +48,27 @@ def simulation(simulated: tuple[Simulation, Plan, StepTrace]) -> Simulation:
     return simulated[0]
 
 
-def test_a_chrome_trace_has_every_span_once_on_its_resource(simulation: Simulation, tmp_path: Path) -> None:
-    path = save_chrome_trace(simulation, tmp_path / "step.json")
+@pytest.fixture(scope="module")
+def plan(simulated: tuple[Simulation, Plan, StepTrace]) -> Plan:
+    return simulated[1]
+
+
+@pytest.fixture(scope="module")
+def trace(simulated: tuple[Simulation, Plan, StepTrace]) -> StepTrace:
+    return simulated[2]
+
+
+def test_a_chrome_trace_has_every_span_once_on_its_resource(
+    simulation: Simulation, plan: Plan, trace: StepTrace, tmp_path: Path
+) -> None:
+    path = save_chrome_trace(simulation, tmp_path / "step.json", plan, trace)
     loaded = json.loads(path.read_text(encoding="utf-8"))
-    assert loaded == chrome_trace(simulation)
+    assert loaded == chrome_trace(simulation, plan, trace)
     threads = {event["tid"]: event["args"]["name"] for event in loaded["traceEvents"] if event["name"] == "thread_name"}
-    assert len(set(threads.values())) == len(RESOURCES)
-    spans = [event for event in loaded["traceEvents"] if event["ph"] == "X"]
+    assert len(set(threads.values())) == len(RESOURCES) + 1
+    waits = next(tid for tid, name in threads.items() if name not in RESOURCE_LABELS.values())
+    spans = [event for event in loaded["traceEvents"] if event["ph"] == "X" and event["tid"] != waits]
+    del threads[waits]
     assert len(spans) == len(simulation.timeline)
     busy = {
         name: math.fsum(event["dur"] for event in spans if event["tid"] == tid) / 1e6 for tid, name in threads.items()
@@ -116,7 +129,7 @@ def test_a_counter_shows_device_memory_of_layers_that_are_fetched_as_one() -> No
     trace = cpu_trace(Stack(), INP, sum_step)
     request = SearchRequest(world_size=1, fetch="units")
     plan = simple_plan(trace, CPU, request, split_number=12, allocate_factor=1.0, shard_device="cpu")
-    assert plan.step.joined
+    assert plan.step.fetched_whole
     events = chrome_trace(simulate_step(plan, trace, CPU), plan, trace)["traceEvents"]
     live = [event["args"]["activations"] for event in events if event["ph"] == "C"]
     assert max(live) == plan.predicted.device_parts["activations"] > min(live)
@@ -152,12 +165,10 @@ def test_the_same_step_gives_the_same_file(simulation: Simulation) -> None:
     assert render(plot_timeline(simulation), "svg") == render(plot_timeline(simulation), "svg")
 
 
-def test_bad_input_is_refused(simulation: Simulation, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="json"):
-        save_chrome_trace(simulation, tmp_path / "step.txt")
+def test_bad_input_is_refused(simulation: Simulation, plan: Plan, trace: StepTrace, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="picture format"):
         plot_timeline(simulation, tmp_path / "step.txt")
     with pytest.raises(InputTypeError, match="simulate_step"):
         plot_timeline(simulation.timeline)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="nothing takes any time"):
-        chrome_trace(replace(simulation, timeline=()))
+        chrome_trace(replace(simulation, timeline=()), plan, trace)

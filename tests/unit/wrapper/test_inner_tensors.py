@@ -13,7 +13,7 @@ import elixir
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import preset
-from elixir.models.inner_tensors import take_apart
+from elixir.models.inner_tensors import unwrap_subclasses
 from elixir.torch_private import tree_map
 from elixir.tracer.trace import trace_step
 from tests.common import gpu
@@ -226,7 +226,7 @@ def test_writing_to_one_is_refused() -> None:
 
 def test_a_model_without_them_is_left_alone() -> None:
     model = nn.Linear(2, 2)
-    end = take_apart(model)
+    end = unwrap_subclasses(model)
     assert list(model._modules) == []
     end()
 

@@ -211,7 +211,7 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
     scripted: Any = {model.layers[0]: script(model.layers[2].up) for model in (it.model, plain)}
     seen = uses_of(monkeypatch)
     model = ElixirModule(it.model, plan_of(it, "units", allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
-    assert len(model.plan.step.joined) == 3
+    assert len(model.plan.step.fetched_whole) == 3
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
     optimizer, forward = ElixirOptimizer(model, optimizers[1]), Layer.forward
 

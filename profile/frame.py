@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from elixir.artifact import check_writable, write_atomically
 from elixir.errors import ElixirError, InputError
 from elixir.hardware.memory import check_device
 from elixir.microbench.bench import Bench, Job, default_device, run_jobs
-from elixir.microbench.fitting import Measured, today
+from elixir.microbench.fitting import Series, today
 from elixir.microbench.ranks import joined
 from elixir.units import format_seconds
 
@@ -77,7 +76,7 @@ def format_rate(value: float, unit: str) -> str:
     return f"{value / scale:.2f} {prefix}{unit}/s"
 
 
-def as_table(results: Sequence[Measured]) -> str:
+def as_table(results: Sequence[Series]) -> str:
     """Lines for people: key, rate of large amounts, latency, error of the fit, what ran.
 
     With several ranks, the rate of each and of all together.
@@ -89,28 +88,24 @@ def as_table(results: Sequence[Measured]) -> str:
     )
 
 
-def as_json(results: Sequence[Measured]) -> str:
+def as_json(results: Sequence[Series]) -> str:
     """JSON text with points, fits and problems, the date and what ran them."""
     series = []
     for result in results:
-        record: dict[str, Any] = {"key": result.key, "fit": None}
-        if result.series is not None:
-            record |= asdict(result.series) | {"unit": result.series.unit}
-        if result.fit is None:
-            record["problem"] = result.problem
-        else:
+        record = asdict(result) | {"unit": result.unit}
+        if result.fit is not None:
             record["fit"] = {name: getattr(result.fit, name) for name in ("latency_s", "per_s", "error")}
         series.append(record)
     made = {"measured_at": today(), "torch": torch.__version__, "threads": torch.get_num_threads(), "series": series}
     return json.dumps(made, indent=1, allow_nan=False) + "\n"
 
 
-def _row(result: Measured) -> tuple[str, str, str, str, str]:
-    if result.series is None:
+def _row(result: Series) -> tuple[str, str, str, str, str]:
+    if not result.points:
         return result.key, "-", "-", "-", f"not measured: {result.problem}"
-    rate = format_rate(result.per_s, result.series.unit)
-    if result.series.ranks > 1 and result.key.endswith(".all_ranks"):
-        rate += f" each, {format_rate(result.per_s * result.series.ranks, result.series.unit)} in all"
+    rate = format_rate(result.per_s, result.unit)
+    if result.ranks > 1 and result.key.endswith(".all_ranks"):
+        rate += f" each, {format_rate(result.per_s * result.ranks, result.unit)} in all"
     if result.fit is None:
-        return result.key, rate, "-", "no fit", f"{result.series.how} ({result.problem})"
-    return result.key, rate, format_seconds(result.fit.latency_s), f"{result.fit.error:.0%}", result.series.how
+        return result.key, rate, "-", "no fit", f"{result.how} ({result.problem})"
+    return result.key, rate, format_seconds(result.fit.latency_s), f"{result.fit.error:.0%}", result.how
