@@ -157,7 +157,7 @@ def test_states_that_a_class_makes_after_its_first_step_are_counted(homes: str) 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_states_that_stay_on_a_disk_stay_what_they_are(moments: str, tmp_path: Path) -> None:
-    """Their chunk is another one, since its weights move; its extent is the same."""
+    """The chunk is another one, since its weights move; the extent is the same."""
     plan = on_disk(make_plan(case("opt", layers=1), "streamed", moments=moments))
     chunks = [replace(chunk, weight_home="device") if chunk.state_home == "disk" else chunk for chunk in plan.chunks]
     with Pair(case("opt", layers=1), plan, disk_folder=tmp_path) as pair:

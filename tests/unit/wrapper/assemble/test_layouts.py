@@ -198,7 +198,7 @@ def test_tools_read_a_checkpoint_by_dimensions(tmp_path: Path) -> None:
 
 
 class Spread(Lion):
-    """Keeps a number in the place of a whole state."""
+    """Keeps a number instead of a whole state."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
