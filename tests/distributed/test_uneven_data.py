@@ -124,7 +124,7 @@ _HOME: dict[str, MemoryHome] = {"resident": "device", "host": "host", "mixed": "
 def _state_bytes(stepper: Any, plan: Plan, home: MemoryHome) -> int:
     """Bytes of masters and states of all chunks whose states live there."""
     parts = [part for part in stepper.shards if part.chunk.plan.update_home == home]
-    kept = sum(part.states.nbytes for part in parts)
+    kept = sum(tensor.nbytes for part in parts for tensor in part.states.tensors.values())
     return kept + sum(part.chunk.masters.nbytes for part in parts if part.chunk.masters is not None)
 
 
