@@ -223,16 +223,11 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
         question: its trace has passes of the size that is asked for.
         sizes: of chunks; by default all that a search tries first.
     """
-    return _floors(space_of(question), budgets_of(question.hardware, question.request), question.request, sizes)
-
-
-def _floors(
-    space: SearchSpace, budgets: Budgets, request: SearchRequest, sizes: Sequence[int] = ()
-) -> list[tuple[float, int]]:
-    """`packing_floors` in a space."""
+    (_, hardware, request), space = question, space_of(question)
+    budgets = budgets_of(hardware, request)
     if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
         return []
-    tried = sizes or next(iter(space.tiers(request)))()
+    tried = sizes or space.tiers(request)[0]()
     return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
 
 

@@ -42,7 +42,7 @@ WORK, BRIEF_WORK, OTHERS = 90_000, 2_500, 4
 """Simulations times chunks and batches for one aim, where many plans are compared, and how many times fewer for the
 seconds of a scenario but the nominal one."""
 SURE_CHUNKS = 96
-"""Of a plan with more chunks, simulations for aims other than the nominal seconds are fewer in proportion."""
+"""If a plan has more chunks, simulations for aims other than the nominal seconds are fewer in proportion."""
 LESS = 5
 """Shapes that leave less to the host, and the fastest one."""
 EXACT = 600
