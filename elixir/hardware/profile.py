@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from elixir.artifact import NOT_NEGATIVE, POSITIVE, Artifact, Bound, check_bounds, digest
+from elixir.artifact import ADDED, NOT_NEGATIVE, POSITIVE, Artifact, Bound, check_bounds, digest
 from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.hardware.rate_fit import (
     DOUBTFUL_ERROR,
@@ -158,6 +158,9 @@ class HardwareProfile(Artifact):
     contention: _NotNegative | None = None
     """Seconds that compute loses for each second in which a lane works next to it: on a CPU copies and Adam take cores,
     caches and memory from it. None: nothing, as on devices with copy engines."""
+    host_shared_bytes_per_s: _Rate | None = field(default=None, metadata=ADDED)
+    """The most that CPU Adam, on all cores together, and copies over the links move in host memory at once, if it was
+    measured that they share a limit. None: `host_memory_bytes_per_s`, or what Adam alone moves if that is more."""
     host_pin_bytes_per_s: _Rate | None = None
     """How fast host memory is made ready when a model is wrapped: touched for the first time and, where the device is
     no CPU, registered with CUDA."""

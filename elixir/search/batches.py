@@ -15,12 +15,13 @@ from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import least_s, plan_or_shortage
+from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import with_exact_moves
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace, UnitActivations
 
 BATCHES_REFINED = 2
 """The number of batches for which numbers of checkpointed layers are tried."""
@@ -124,8 +125,10 @@ def search_batches(
             if progress is not None:
                 what = f"{option.accumulation} x {batch} samples, activation checkpointing {checkpoint}"
                 progress(what, len(ways), max(most, len(ways) + 1))
-            question = Question(trace_of(*cut), hardware, replace(request, accumulation=option.accumulation))
-            ways[cut] = _Way(option, question, round(least_s(question), DECIMALS))
+            whole = ways[batch, "none"].question.trace if (batch, "none") in ways else None
+            found = _predicted(whole, checkpoint, layers) or trace_of(*cut)
+            question = Question(found, hardware, replace(request, accumulation=option.accumulation))
+            ways[cut] = _Way(option, question, round(least_s(question), DECIMALS), partial(trace_of, *cut))
         return ways[cut].least_s
 
     for cut in cuts:
@@ -145,11 +148,15 @@ class _Way:
     question: Question
     least_s: float
     """The least floor of its shapes; infinite where none fits."""
+    trace: Callable[[], StepTrace]
+    """Traces its step, of which the question may have what is predicted."""
     answer: Answer | None = None
     missed: PlanError | None = None
 
     def planned_s(self) -> float:
         """Seconds of the plan."""
+        if self.question.trace.step.activations:
+            self.question = self.question._replace(trace=self.trace())
         return self._answered(lambda: Answer(plan_or_shortage(*self.question), self.question))
 
     def exact_s(self) -> float:
@@ -184,6 +191,18 @@ class _Way:
         if self.least_s < math.inf:
             reason = f"takes at least {self.least_s:.4g} s, longer than another way's step"
         return replace(self.option, reason=reason)
+
+
+def _predicted(whole: StepTrace | None, checkpoint: str, layers: int) -> StepTrace | None:
+    """The step with checkpoints of the first layers, from the one without; None if that does not tell."""
+    count = checkpoint.partition(":")[2]
+    if whole is None or not count:
+        return None
+    able = {name for forward in whole.forwards for name in forward.units}
+    names = [unit.name for unit in whole.units if unit.name in able]
+    if len(names) != layers or whole.step.activations:
+        return None
+    return kept_trace(whole, [UnitActivations(name, ()) for name in names[: int(count)]])
 
 
 def _chosen(ways: list[_Way]) -> BatchChoice:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
@@ -14,6 +15,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario, scenarios
 from elixir.optimizer_states import (
     MASTER_BYTES,
+    MomentKind,
     check_kind,
     is_adam,
     is_copied,
@@ -31,7 +33,7 @@ from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.judge import Outcome
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
-from elixir.search.propose.shortage import can_fit, every_size, lacks_device, lacks_room, moments_instead, shortage
+from elixir.search.propose.shortage import every_family, lacks_device, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.units_as_one import with_units_as_one
 from elixir.search.propose.variants import fastest, variants
@@ -74,7 +76,7 @@ def plan_or_shortage(
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
             format_bytes(budgets.device_slack_bytes),
         )
-    instead = moments_instead(least, request, budgets) if plan.uses_disk else None
+    instead = _moments_instead(question, budgets) if plan.uses_disk else None
     if instead is not None:
         logger.warning(
             "states go to the disk, which makes steps slower and wears the drive: with moments=%r none would need to",
@@ -102,6 +104,7 @@ class _Found(NamedTuple):
     way of that."""
 
 
+@garbage_collection_paused()
 def _planned(
     question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True, say: bool = False
 ) -> _Found:
@@ -118,19 +121,9 @@ def _planned(
     nearest: list[int] = []
 
     def within(budgets: Budgets) -> Plan | None:
-        plans: dict[int, Plan | None] = {}
-
-        def floor_s(way: int) -> float:
-            found = _floors(spaces[way], budgets, requests[way])
-            return min((floor_s for floor_s, _ in found), default=math.inf)
-
-        def plan_s(way: int) -> float:
-            found = plans[way] = plan_in(spaces[way], budgets, requests[way], briefly=briefly)
-            return math.inf if found is None else found.predicted.step_s
-
-        closer = [lambda way: spaces[way].cost.compute_s, floor_s] if len(asked) > 1 else []
-        best = fastest(range(len(asked)), [*closer, plan_s])
-        return None if best is None else plans[best]
+        ways = [_Way(space, budgets, request, briefly) for space, request in zip(spaces, requests, strict=True)]
+        best = fastest(ways, (_Way.compute_s, _Way.floor_s, _Way.nominal_s, _Way.plan_s))
+        return None if best is None else best.plan
 
     plan = _in_machine(within, budgets, question, nearest)
     if plan is None and budgets.device_slack_bytes:
@@ -183,29 +176,43 @@ def space_of(question: Question, **changes: Any) -> SearchSpace:
     return SearchSpace(question.trace, question.hardware, replace(setting_for(*question), **changes))
 
 
-def least_space(question: Question) -> SearchSpace:
-    """The space of the variant that keeps least."""
-    return space_of(variants(question, moves=False)[0])
+def least_bytes(question: Question, device_bytes: int | None, **changes: Any) -> int:
+    """The least device memory of any candidate; with a size of device memory, the least host memory of those that fit
+    it, and 0 where none does. `changes` are fields of the `Setting`."""
+    space = space_of(variants(question, moves=False)[0], **changes)
+    disk = space if "spill" in changes else space.with_disk(budgets_of(question.hardware, question.request))
+    found = every_family(disk, question.request, device_bytes or 0)
+    return least_device(found).device_bytes if device_bytes is None else least_host(found)
+
+
+def least_host_bytes(question: Question) -> int:
+    """Host memory of a machine for a plan with overlap and chunks of a sensible size; 0 where none is enough."""
+    request = question.request
+    if request.placement != "auto" or request.search != "optimal" or not request.overlap:
+        return 0
+    space, budgets = space_of(question), budgets_of(question.hardware, request)
+    some = families(space, replace(budgets, host_bytes=LARGEST_BYTES), space.sizes(outsized=True))
+    return least_host(some, PREFETCH_DEPTH)
+
+
+def _moments_instead(question: Question, budgets: Budgets) -> MomentKind | None:
+    """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
+    none."""
+    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
+    for kind in kinds[kinds.index(question.request.moments) + 1 :]:
+        try:
+            fewer = question._replace(request=replace(question.request, moments=kind, disk_memory=None))
+            if 0 < least_bytes(fewer, budgets.device_bytes) <= budgets.host_bytes:
+                return kind
+        except InputError:  # the optimizer is no Adam, or masters are wider than float32
+            return None
+    return None
 
 
 def lacks_memory(question: Question) -> bool:
     """Whether weights and states exceed all memory together, whatever a batch takes."""
     budgets = budgets_of(question.hardware, question.request)
     return bool(lacks_room(question.trace, setting_for(*question), budgets))
-
-
-def least_host_bytes(question: Question) -> int | None:
-    """Host memory of a machine for a plan with overlap and chunks of a sensible size; None where none is enough."""
-    request = question.request
-    if request.placement != "auto" or request.search != "optimal" or not request.overlap:
-        return None
-    space = space_of(question)
-    choices = (
-        (family.model, family.most_on_device(PREFETCH_DEPTH))
-        for family in families(space, budgets_of(question.hardware, request), space.sizes(outsized=True))
-    )
-    needs = [model.need(*choice) for model, choice in choices if choice is not None]
-    return min((need.host_bytes for need in needs), default=None)
 
 
 def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
@@ -216,16 +223,11 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
         question: its trace has passes of the size that is asked for.
         sizes: of chunks; by default all that a search tries first.
     """
-    return _floors(space_of(question), budgets_of(question.hardware, question.request), question.request, sizes)
-
-
-def _floors(
-    space: SearchSpace, budgets: Budgets, request: SearchRequest, sizes: Sequence[int] = ()
-) -> list[tuple[float, int]]:
-    """`packing_floors` in a space."""
+    (_, hardware, request), space = question, space_of(question)
+    budgets = budgets_of(hardware, request)
     if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
         return []
-    tried = sizes or next(iter(space.tiers(request)))()
+    tried = sizes or space.tiers(request)[0]()
     return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
 
 
@@ -250,20 +252,72 @@ def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 
-def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False) -> Plan | None:
-    """The plan of a space, whose passes have one size; None where nothing fits. States go to the disk only where
-    nothing fits otherwise."""
-    if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
-        return None
-    for here in dict.fromkeys((space, space.with_disk(budgets))):
-        found = _search(here, budgets, request, briefly=briefly)
-        if found is not None:
-            return _plan_of(found, budgets, request)
-    return None
+@garbage_collection_paused()
+def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Plan | None:
+    """The plan of a space, whose passes have one size; None where nothing fits."""
+    return _Way(space, budgets, request).plan
 
 
-def _plan_of(found: tuple[SearchSpace, Outcome], budgets: Budgets, request: SearchRequest) -> Plan:
-    space, outcome = found
+@dataclass(eq=False)
+class _Way:
+    """One variant of a step, looked at closer and closer. Seconds are infinite where nothing fits."""
+
+    space: SearchSpace
+    budgets: Budgets
+    request: SearchRequest
+    briefly: bool = False
+    """Look no further than at the sizes that are tried first."""
+    _made: dict[tuple[Setting, int], ShapeSearch] = field(default_factory=dict)
+
+    def compute_s(self) -> float:
+        """Seconds of compute alone."""
+        return self.space.cost.compute_s
+
+    def floor_s(self) -> float:
+        """The least floor of all shapes of the sizes that are tried first."""
+        floors = (search.floors() for search in self._searches(briefly=True))
+        return next((found[0][0] for found in floors if found), math.inf)
+
+    def nominal_s(self) -> float:
+        """Seconds of the fastest plan at the rates of the machine."""
+        return math.inf if self._found is None else self._found.fastest_s
+
+    def plan_s(self) -> float:
+        """Seconds of the plan."""
+        return math.inf if self.plan is None else self.plan.predicted.step_s
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan; None where nothing fits."""
+        if self._found is None:
+            return None
+        outcome = self._found.find(sure=self.request.assume != "nominal")
+        return _plan_of(self._found.space, outcome, self.budgets, self.request)
+
+    @cached_property
+    def _found(self) -> ShapeSearch | None:
+        """The first search by which something fits."""
+        return next((each for each in self._searches(briefly=self.briefly) if each.fastest_s < math.inf), None)
+
+    def _searches(self, *, briefly: bool) -> Iterator[ShapeSearch]:
+        """Searches, each to be made only where nothing fits by those before: sensible sizes, overlap, and then host
+        memory for all states, are given up."""
+        if lacks_room(self.space.trace, self.space.setting, self.budgets) or lacks_device(
+            self.space.trace, self.budgets
+        ):
+            return
+        possible, work = _scenarios(self.space, self.request), BRIEF_WORK if self.briefly else WORK
+        for place in dict.fromkeys((self.space, self.space.with_disk(self.budgets))):
+            for here in (place,) if briefly else dict.fromkeys((place, place.without_overlap)):
+                for number, tier in enumerate(here.tiers(self.request)[: 1 if briefly else None]):
+                    key = here.setting, number
+                    if key not in self._made:
+                        placement = self.request.placement
+                        self._made[key] = ShapeSearch(here, self.budgets, tier(), possible, placement, work)
+                    yield self._made[key]
+
+
+def _plan_of(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
     # Units whose activations are planned run inside of checkpoints that the trace has not seen as their own.
     able = space.trace.pass_size == 1 and not space.trace.step.activations
     if request.fetch != "parameters" and able:
@@ -313,7 +367,7 @@ def simple_plan(
     def within(budgets: Budgets) -> Plan | None:
         if not _fits(candidate, budgets):
             return None
-        return _plan_of((space, judge_updates(space, budgets, candidate, possible)), budgets, request)
+        return _plan_of(space, judge_updates(space, budgets, candidate, possible), budgets, request)
 
     made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
     if made is None:
@@ -343,26 +397,6 @@ def _too_large(candidate: Candidate, budgets: Budgets) -> PlanError:
         available_bytes=available,
         levers=levers,
     )
-
-
-@garbage_collection_paused()
-def _search(
-    space: SearchSpace, budgets: Budgets, request: SearchRequest, *, briefly: bool = False
-) -> tuple[SearchSpace, Outcome] | None:
-    """The best candidate; sensible sizes, and then overlap, are given up only where nothing fits otherwise. `briefly`,
-    they are not."""
-    possible, work = _scenarios(space, request), BRIEF_WORK if briefly else WORK
-    tiers = [(here, tier) for here in dict.fromkeys((space, space.without_overlap)) for tier in here.tiers(request)]
-    for number, (here, tier) in enumerate(tiers[:1] if briefly else tiers):
-        sizes = tier()
-        if number == 1 and not can_fit(space.without_overlap, every_size(space, request), request, budgets):
-            return None
-        if can_fit(here, sizes, request, budgets):
-            search = ShapeSearch(here, budgets, sizes, possible, request.placement, work)
-            outcome = search.find(sure=request.assume != "nominal")
-            if outcome.best is not None:
-                return here, outcome
-    return None
 
 
 def _scenarios(space: SearchSpace, request: SearchRequest) -> tuple[Scenario, ...]:

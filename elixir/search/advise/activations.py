@@ -27,8 +27,8 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.step_trace import StepTrace, UnitActivations
 
-LOOKS = 8
-"""Steps in which the number of kept results goes from nothing to everything, and again next to the best."""
+LOOKS, ROUNDS = 4, 4
+"""Steps in which the number of kept results goes from nothing to everything, and how often again next to the best."""
 MOST_WAYS, MOST_PLANNED = 8, 3
 """Ways to move activations that are looked at, and choices that are planned."""
 PACKINGS = 3
@@ -160,9 +160,9 @@ def _chosen(
             choice. None: what was predicted.
     """
     variants = _Variants(whole, hardware, request)
-    planned = variants.planned()
     if made is None:
-        return variants.trace(planned[0][0] if planned else variants.nothing)
+        return variants.trace(variants.ranked()[0])
+    planned = variants.planned()
     best, best_s, seen = None, math.inf, set[Own]()
     # What is exact may be slower than what was predicted, and than the simplest choices.
     simplest = ((own, variants.floor_s(own)) for own in (None, variants.nothing))
@@ -197,13 +197,16 @@ class _Variants:
         """The step with a choice that was looked at, as it is predicted."""
         return self._floors[own][1]
 
-    def planned(self) -> list[tuple[Own, float]]:
-        """Choices whose plans were made, and their seconds, the fastest first."""
+    def ranked(self) -> list[Own]:
+        """All choices, the least floor first; if nothing fits, that which keeps nothing."""
         self._look_at_fillings()
         self._look_at_moves()
+        return sorted(self._floors, key=lambda own: (self._floors[own][0], own != self.nothing))
+
+    def planned(self) -> list[tuple[Own, float]]:
+        """Choices whose plans were made, and their seconds, the fastest first."""
         plans: list[tuple[float, int, Own]] = []
-        ranked = sorted(self._floors, key=lambda own: self._floors[own][0])
-        for number, own in enumerate(ranked):
+        for number, own in enumerate(self.ranked()):
             floor_s, trace = self._floors[own]
             if floor_s == math.inf or len(plans) == MOST_PLANNED or (plans and floor_s >= min(plans)[0] * NEARLY):
                 break
@@ -215,10 +218,10 @@ class _Variants:
         return self._floors[own][0] if own in self._floors else math.inf
 
     def _look_at_fillings(self) -> None:
-        """Looks from nothing to everything, then once more next to the fastest."""
+        """Looks from nothing to everything, then again and again next to the fastest."""
         every = len(self._kept.changes)
         counts = _spread(0, every)
-        for _ in range(2):
+        for _ in range(ROUNDS):
             for count in reversed(counts):
                 self._look(None if count == every else self._kept.activations(count))
             best = min(counts, key=lambda count: (self._filling_s(count), -count))

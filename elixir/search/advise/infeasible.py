@@ -13,10 +13,10 @@ from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, more_machine
 from elixir.search.budgets import processes_bytes
-from elixir.search.planner import budgets_of, least_host_bytes, least_space, planned, setting_for
+from elixir.search.planner import budgets_of, least_bytes, least_host_bytes, planned, setting_for
 from elixir.search.problem.placement import Spill
-from elixir.search.propose.shortage import lacks_room, least_bytes, live_bytes, room
-from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.propose.shortage import lacks_room, live_bytes, room
+from elixir.search.propose.sizes import Budgets
 from elixir.search.question import Question
 from elixir.step_trace import StepTrace
 from elixir.units import LARGEST_BYTES, format_bytes
@@ -41,7 +41,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     needed_bytes = error.needed_bytes
     if not short_of_device:  # the least host memory without overlap is hardly less than with it, and makes slow steps
         plans_bytes = needed_bytes - budgets.other_bytes
-        needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question) or 0))
+        needed_bytes = _enough_of_host(question, max(plans_bytes, least_host_bytes(question)))
         least = needed_bytes if _shares_memory(question) else min(error.needed_bytes, needed_bytes)
         error = PlanError(error.what, needed_bytes=least, available_bytes=available_bytes)
     size = readable_bytes(needed_bytes, up=True).replace(" ", "")
@@ -110,7 +110,7 @@ def _details(
         return
     if question.request.placement == "cuda":
         return
-    least = least_bytes(least_space(question), question.request, error.needed_bytes)
+    least = least_bytes(question, error.needed_bytes)
     if least > budgets.host_bytes:
         needed = least + budgets.other_bytes
         yield f"host memory is short as well ({how_far(needed, budgets.given_host_bytes)})"
@@ -139,8 +139,7 @@ def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change
     for change in changes[:1]:
         changed = change.applied(question)
         device_bytes = budgets_of(changed.hardware, changed.request).device_bytes
-        least = least_bytes(least_space(changed), changed.request, device_bytes)
-        needed_bytes = max(least, least_host_bytes(changed) or 0)
+        needed_bytes = max(least_bytes(changed, device_bytes), least_host_bytes(changed))
         if needed_bytes:
             needed_bytes = _enough_of_host(changed, needed_bytes)
             size = readable_bytes(needed_bytes, up=True).replace(" ", "")
@@ -182,39 +181,32 @@ def _estimated(
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
     sliced = None if question.trace.step.fused_kernels else _without_logits(question.trace)
     ranks, request = 2 * question.request.world_size, question.request
-    space = least_space(question).with_disk(budgets)
     half = ", or the length of its sequences" if short_of_device else ", which leaves device memory to states"
-    halved = question._replace(trace=_half_batch(question.trace))
-    machine = question.hardware.ranks_per_host(ranks)
-    others = [
-        (f"halve the batch of each rank{half}", "batch", "", least_space(halved).with_disk(budgets)),
-        (f"run on {ranks} ranks", "world_size", str(ranks), _with(space, world_size=ranks, ranks_per_host=machine)),
+    halved, more = question._replace(trace=_half_batch(question.trace)), question.hardware.ranks_per_host(ranks)
+    others: list[tuple[str, str, str, Question, dict[str, Any]]] = [
+        (f"halve the batch of each rank{half}", "batch", "", halved, {}),
+        (f"run on {ranks} ranks", "world_size", str(ranks), question, {"world_size": ranks, "ranks_per_host": more}),
     ]
     if sliced is not None:
         action = "slice the loss, which then never holds all logits: use_fused_kernels=True (--fused-kernels)"
-        less = least_space(question._replace(trace=sliced)).with_disk(budgets)
-        others.insert(0, (action, "fused_kernels", "", less))
+        others.insert(0, (action, "fused_kernels", "", question._replace(trace=sliced), {}))
     if request.search != "optimal":
-        others.append(("let optimal_search choose the chunk size", "", "", space))
+        optimal = question._replace(request=replace(request, search="optimal"))
+        others.append(("let optimal_search choose the chunk size", "", "", optimal, {}))
     if not short_of_device:
-        others.append((_disk_action(question, budgets), "disk_memory", "", _with(space, spill=Spill(0, LARGEST_BYTES))))
+        on_disk = {"spill": Spill(0, LARGEST_BYTES)}
+        others.append((_disk_action(question, budgets), "disk_memory", "", question, on_disk))
         if question.trace.frozen_bytes:
-            in_files = _with(space, frozen_weights="files")
-            others.append(("leave frozen weights in their safetensors files", "frozen_weights", "files", in_files))
-    for action, argument, value, other in others:
+            action = "leave frozen weights in their safetensors files"
+            others.append((action, "frozen_weights", "files", question, {"frozen_weights": "files"}))
+    for action, argument, value, asked, changes in others:
         if argument not in settled:
             needed_bytes = error.needed_bytes - (0 if short_of_device else budgets.other_bytes)
-            asked = request if argument else replace(request, search="optimal")
-            saved = needed_bytes - least_bytes(other, asked, None if short_of_device else budgets.device_bytes)
+            saved = needed_bytes - least_bytes(asked, None if short_of_device else budgets.device_bytes, **changes)
             if saved > 0:
                 first = argument == "fused_kernels" and saved >= error.needed_bytes - error.available_bytes
                 last = fewer_bits and argument == "disk_memory"
                 yield Lever(action, saved, argument=argument, value=value, comes_first=first, comes_last=last)
-
-
-def _with(space: SearchSpace, **changes: Any) -> SearchSpace:
-    """The step with another setting."""
-    return SearchSpace(space.trace, space.hardware, replace(space.setting, **changes))
 
 
 def _disk_action(question: Question, budgets: Budgets) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elixir.plan.prediction import LINKS
 from elixir.plan.step_traffic import StepTraffic
 from elixir.schedule import Schedule
 from elixir.search.problem.memory_model import MemoryModel
@@ -21,6 +22,13 @@ class BytesMoved(StepTraffic):
     loads: int = 0
     """Chunks brought into blocks."""
     hits: int = 0
+
+    @property
+    def by_link(self) -> dict[str, int]:
+        """By the names of `elixir.plan.prediction.LINKS`."""
+        read = self.disk_bytes + self.file_bytes
+        amounts = self.host_to_device_bytes, self.device_to_host_bytes, self.network_bytes, self.replicas_bytes
+        return dict(zip(LINKS, (*amounts, read, self.disk_bytes), strict=True))
 
     @property
     def link_bytes(self) -> int:

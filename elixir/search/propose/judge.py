@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -179,7 +181,7 @@ class Judge:
     def score(self, candidate: Candidate, aim: Aim, most: float = math.inf) -> float:
         """The largest ratio of seconds to those of an aim; infinite as soon as it is above `most`."""
         scenarios = tuple(aim)
-        bounds = self.bounds([candidate], scenarios)[0] / np.array(list(aim.values()))
+        bounds = self._least([candidate], scenarios)[0] / np.array(list(aim.values()))
         if (bounds > most).any():
             return math.inf
         worst = 0.0
@@ -188,6 +190,15 @@ class Judge:
             if worst > most:
                 return math.inf
         return worst
+
+    def _least(self, some: Sequence[Candidate], among: Sequence[Scenario]) -> Floats:
+        """Seconds of candidates where they are known, otherwise their floors: [candidate, scenario]."""
+        found = self.bounds(some, among)
+        for row, candidate in enumerate(some):
+            known, early = self._seconds.get(key_of(candidate), {}), bool(candidate.placement.early)
+            for column, scenario in enumerate(among):
+                found[row, column] = known.get(self._as_seen(scenario, early=early), found[row, column])
+        return found
 
     def forget(self, candidate: Candidate) -> None:
         """Takes a candidate out of the pool."""
@@ -204,39 +215,37 @@ class Judge:
         scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, aim)
         return [pool[row] for row in np.argsort(scores, kind="stable")[:count].tolist()]
 
-    def fastest(self) -> Candidate:
-        """The candidate with the least nominal seconds, then with the most thrift."""
+    def fastest(self, simulations: int = 0) -> Candidate:
+        """The candidate with the least nominal seconds, then with the most thrift; `simulations` at most tell more of
+        the pool."""
         pool, best_s = self.fitting, self.best_s(self.nominal)
-        bounds = self.bounds(pool, (self.nominal,))[:, 0].tolist()
-        near = [it for it, bound in zip(pool, bounds, strict=True) if bound < best_s * (1 - LITTLE)]
-        near += [it for it in pool if self.nominal in self._seconds[key_of(it)]]
-        return min(near, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
+        bounds = self._least(pool, (self.nominal,))[:, 0].tolist()
+        for bound, it in sorted(zip(bounds, pool, strict=True), key=itemgetter(0))[:simulations]:
+            if bound < best_s * (1 - LITTLE):
+                self.seconds(it, self.nominal)
+        known = [it for it in pool if self.nominal in self._seconds[key_of(it)]]
+        return min(known, key=lambda it: (round(self.seconds(it, self.nominal), DECIMALS), *it.thrift))
 
     def surest(self) -> Candidate:
         """The candidate with the least worst regret; of those that are as good, the one that needs least of the
         host."""
-        pool = self.fitting
-        scores = scores_of(self.bounds(pool, self.scenarios).T, self.scenarios, self.known)
-        most, judged = math.inf, list[tuple[float, Candidate]]()
-        for row in np.argsort(scores, kind="stable").tolist():
-            it, least = pool[row], scores[row]
-            if least > most + TIE:
+        pool, most = self.fitting, math.inf
+        surest = pool[0]
+        scores = scores_of(self._least(pool, self.scenarios).T, self.scenarios, self.known).tolist()
+        ranked = sorted(zip(scores, pool, strict=True), key=itemgetter(0))
+        for least, it in ranked:
+            if least >= most:
                 break
-            tied = [_needs(other) for worst, other in judged if worst < most + TIE]
-            if least >= most and tied and _needs(it) >= min(tied):
-                continue  # neither surer nor thriftier
-            worst = self.score(it, self.known, most + TIE)
-            if worst < math.inf:
-                judged.append((worst, it))
-                most = min(most, worst)
-        final = [(self.score(it, self.known), it) for _, it in judged]  # the first knew less
-        most = min(worst for worst, _ in final)
-        near = [
-            (*_needs(it), round(worst, DECIMALS), number)
-            for number, (worst, it) in enumerate(final)
-            if worst < most + TIE
-        ]
-        return final[min(near)[-1]][1]
+            worst = self.score(it, self.known, most)
+            if worst < most:
+                most, surest = worst, it
+        near = sorted((it for least, it in ranked if least < most + TIE), key=_needs)
+        for _, alike in groupby(near, _needs):
+            judged = [(round(self.score(it, self.known, most + TIE), DECIMALS), it) for it in alike]
+            worst, best = min(judged, key=itemgetter(0))
+            if worst < most + TIE:
+                return best
+        return surest  # if what was simulated since makes all others, and it, less sure
 
     def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
         """Seconds of a candidate in each scenario, with the least that are known there; none for one scenario."""

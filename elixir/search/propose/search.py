@@ -18,7 +18,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from functools import cached_property
+from itertools import islice, pairwise, product
 
 import numpy as np
 
@@ -40,6 +41,8 @@ SLOW = 1.05
 WORK, BRIEF_WORK, OTHERS = 90_000, 2_500, 4
 """Simulations times chunks and batches for one aim, where many plans are compared, and how many times fewer for the
 seconds of a scenario but the nominal one."""
+SURE_CHUNKS = 96
+"""If a plan has more chunks, simulations for aims other than the nominal seconds are fewer in proportion."""
 LESS = 5
 """Shapes that leave less to the host, and the fastest one."""
 EXACT = 600
@@ -52,6 +55,8 @@ PACKINGS = 10
 STARTS, KNOWN, PATIENCE = 3, 6, 6
 """Climbs for one aim, candidates of the pool that are compared before, and the part of all simulations after which a
 climb ends that finds nothing."""
+TOGETHER = 8
+"""Neighbours whose floors are worked out together, though the first may be better."""
 
 Near = Callable[[Candidate, "_Tries"], Iterable[Candidate]]
 """Candidates that differ a little from one."""
@@ -78,7 +83,7 @@ class ShapeSearch:
         homes: HomeChoice = "auto",
         work: int = WORK,
     ) -> None:
-        self._work = work
+        self.space, self._work = space, work
         self._space, self._budgets = space.on(scenarios[0]), budgets
         self.judge = Judge(space, scenarios, budgets)
         self._nominal, setting = scenarios[0], space.setting
@@ -94,27 +99,44 @@ class ShapeSearch:
 
         In other scenarios it looks at fewer packings: that of the fastest plan, and those with small nominal floors.
         """
-        judge, nominal = self.judge, {self._nominal: 1.0}
-        if self._space.hardware.device_kind == "cpu":
-            self._look_at_resident()
-        if judge.pool:  # lanes would only take cores from compute
-            return judge.outcome(judge.fastest())
-        looked = self._look(self._families, nominal)
-        self._approach(nominal, looked, GAP, self._work)
-        self._look_at_all_of_few()
-        if not judge.pool:
+        judge = self.judge
+        if self.fastest_s == math.inf:
             return Outcome(None)
+        if self._on_cores:
+            return judge.outcome(judge.fastest())
         best = judge.fastest()
         if others := judge.scenarios[1:]:
-            order = list(dict.fromkeys(shape.family for _, shape in looked))
+            order = list(dict.fromkeys(shape.family for _, shape in self._looked))
             order.sort(key=lambda family: family.model is not best.model)
             near = order[: PACKINGS + 1]
+            # The more chunks there are, the nearer the best shape is to its floor.
+            work = self._work * SURE_CHUNKS // max(len(best.work.chunks), SURE_CHUNKS)
             for other in others:
-                self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, self._work // OTHERS)
-            self._approach(judge.known, self._look(near, judge.known), TIE / 2, self._work)
+                self._approach({other: 1.0}, self._look(near, {other: 1.0}), NEAR, work // OTHERS)
+            self._approach(judge.known, self._look(near, judge.known), TIE / 2, work)
         if sure:
-            self._look_at_less_on_host(judge.fastest())
+            self._look_at_less_on_host(judge.fastest(self._most(self._work // OTHERS, len(best.work.chunks))))
         return judge.outcome(judge.surest() if sure else judge.fastest())
+
+    @cached_property
+    def fastest_s(self) -> float:
+        """Seconds of the fastest plan in the nominal scenario; infinite where nothing fits."""
+        if not self._on_cores:
+            self._approach({self._nominal: 1.0}, self._looked, GAP, self._work)
+            self._look_at_all_of_few()
+        return self.judge.best_s(self._nominal)
+
+    @cached_property
+    def _looked(self) -> list[tuple[float, Shape]]:
+        """Shapes with small nominal floors."""
+        return self._look(self._families, {self._nominal: 1.0})
+
+    @cached_property
+    def _on_cores(self) -> bool:
+        """Whether the device is a CPU that holds everything: lanes would only take cores from compute."""
+        if self._space.hardware.device_kind == "cpu":
+            self._look_at_resident()
+        return bool(self.judge.pool)
 
     def _look_at_less_on_host(self, best: Candidate) -> None:
         """Shapes that leave less to the host than the fastest plan: one of them may be as good."""
@@ -128,8 +150,7 @@ class ShapeSearch:
 
     def floors(self) -> list[tuple[float, int]]:
         """The least nominal floor of each packing of which something fits, and its capacity; the least first."""
-        looked = self._look(self._families, {self._nominal: 1.0})
-        found = {shape.family.work.packing.capacity_bytes: floor_s for floor_s, shape in reversed(looked)}
+        found = {shape.family.work.packing.capacity_bytes: floor_s for floor_s, shape in reversed(self._looked)}
         return sorted((floor_s, size) for size, floor_s in found.items())
 
     def _look_at_resident(self) -> None:
@@ -154,8 +175,7 @@ class ShapeSearch:
                 tries.show(candidate)
             return
         enough = looked[0][0] * (1 + gap)
-        batches = min(self._space.setting.accumulation, STEADY_BATCH + 1)
-        most = KNOWN * len(aim) + work // (max(looked[0][1].family.count, FEW_CHUNKS) * batches)
+        most = KNOWN * len(aim) + self._most(work, looked[0][1].family.count)
         until = judge.simulations + most
         for candidate in self._promising(looked, tries):
             if tries.best <= enough or judge.simulations > until - most / 2:
@@ -166,6 +186,10 @@ class ShapeSearch:
         for start in tries.starts(lambda it: id(it.model))[:2]:
             few = len(start.work.chunks) <= FEW_CHUNKS  # of unlike sizes, so that no shape may be best
             self._climb(start, tries, self._near_chunks, 0.0 if few else enough, until, most // PATIENCE)
+
+    def _most(self, work: int, count: int) -> int:
+        """Simulations of so many chunks that are so much work."""
+        return work // (max(count, FEW_CHUNKS) * min(self._space.setting.accumulation, STEADY_BATCH + 1))
 
     def _promising(self, looked: Iterable[tuple[float, Shape]], tries: _Tries) -> Iterator[Candidate]:
         """Candidates of the pool, and others of the shapes with the least floors, until these are above the best."""
@@ -227,6 +251,8 @@ class ShapeSearch:
 
     def _floors(self, family: Family, rows: Rows, among: Sequence[Scenario], *, early: bool, depth: int) -> Floats:
         """Floors by scenario and row; infinite for what does not fit."""
+        if not rows.fits.any():
+            return np.full((len(among), len(rows.fits)), np.inf)
         found = self.judge.floors(
             family.model, among, rows.codes, rows.blocks, early=early, prefetch=depth > 0, host_bytes=rows.host_bytes
         )
@@ -343,7 +369,7 @@ class ShapeSearch:
             return
         while here is not None and tries.best > enough:
             at, here, most = here, None, min(until, self.judge.simulations + patience)
-            for other in near(at, tries):
+            for other in self._with_bounds(near(at, tries), tries.aim):
                 if self.judge.simulations >= most:
                     return
                 key = key_of(other)
@@ -354,6 +380,13 @@ class ShapeSearch:
                 if score < best * (1 - LITTLE):
                     here, best = other, score
                     break
+
+    def _with_bounds(self, some: Iterable[Candidate], aim: Aim) -> Iterator[Candidate]:
+        """The same candidates, whose floors are worked out for several at once."""
+        rest = iter(some)
+        while batch := list(islice(rest, TOGETHER)):
+            self.judge.bounds(batch, tuple(aim))
+            yield from batch
 
     # --- single chunks ------------------------------------------------------------------------------------------------
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import get_args
+from itertools import chain
 
 import numpy as np
 
 from elixir.errors import PlanError
-from elixir.optimizer_states import MASTER_BYTES, MomentKind, is_adam, moments_size, optimizer_name
 from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.placement import RESIDENT, Placement, Setting
-from elixir.search.propose import family as shapes
 from elixir.search.propose.disk_overflow import spilled
-from elixir.search.propose.family import Family
+from elixir.search.propose.family import Family, families
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
-from elixir.units import LARGEST_BYTES, dtype_bytes, format_bytes
+from elixir.units import LARGEST_BYTES, format_bytes
 
 TOGETHER = 256
 """Placements whose device memory is worked out at once."""
@@ -35,8 +32,8 @@ def shortage(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> Pl
     """
     setting = space.setting
     where = f"{space.trace.model_name} at world size {setting.world_size}"
-    families = _families(space.with_disk(budgets), request, budgets.device_bytes)
-    device = _least_device(families)
+    some = every_family(space.with_disk(budgets), request, budgets.device_bytes)
+    device = least_device(some)
     shares_host = setting.device_kind == "cpu" and budgets.machine_bytes is not None
     if device.device_bytes > budgets.device_bytes:
         if shares_host and budgets.device_bytes == budgets.host_bytes // setting.ranks_per_host:
@@ -52,23 +49,9 @@ def shortage(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> Pl
         provided = ", where placement 'cpu' puts all weights and states"
     return PlanError(
         f"{where} does not fit the host memory{provided}",
-        needed_bytes=_least_host(families) + budgets.other_bytes,
+        needed_bytes=least_host(some) + budgets.other_bytes,
         available_bytes=budgets.given_host_bytes,
     )
-
-
-def least_bytes(space: SearchSpace, request: SearchRequest, device_bytes: int | None) -> int:
-    """The least device memory of any candidate; the least host memory of those that fit `device_bytes` of it."""
-    families = _families(space, request, device_bytes or 0)
-    return _least_device(families).device_bytes if device_bytes is None else _least_host(families)
-
-
-def can_fit(space: SearchSpace, sizes: Iterable[int], request: SearchRequest, budgets: Budgets) -> bool:
-    """Whether chunks of one of these sizes may fit device and host, as far as can be said without a search."""
-    families = shapes.families(space, budgets, sizes, request.placement)
-    if any(_by_shapes(family) <= budgets.host_bytes for family in families):
-        return True
-    return any(_by_any_homes(family, budgets.host_bytes + 1) <= budgets.host_bytes for family in families)
 
 
 def _device_message(space: SearchSpace, request: SearchRequest, budgets: Budgets, least: MemoryNeed) -> str:
@@ -90,63 +73,36 @@ def _device_message(space: SearchSpace, request: SearchRequest, budgets: Budgets
     return " does not fit the device memory, even with everything else on the host"
 
 
-def moments_instead(space: SearchSpace, request: SearchRequest, budgets: Budgets) -> MomentKind | None:
-    """The kind of moments in fewer bits with which no disk is needed, that with most bits first; None if there is
-    none."""
-    kinds: tuple[MomentKind, ...] = get_args(MomentKind)
-    trace, setting = space.trace, space.setting
-    wide = any(p.trainable and dtype_bytes(p.dtype) > MASTER_BYTES for p in trace.parameters)
-    if wide or not is_adam(optimizer_name(request.optimizer_type)):
-        return None
-    for kind in kinds[kinds.index(setting.moments) + 1 :]:
-        fewer = replace(setting, states=moments_size(kind), moments=kind)
-        if (
-            0
-            < least_bytes(SearchSpace(trace, space.hardware, fewer), request, budgets.device_bytes)
-            <= budgets.host_bytes
-        ):
-            return kind
-    return None
-
-
-def _families(space: SearchSpace, request: SearchRequest, device_bytes: int) -> list[Family]:
+def every_family(space: SearchSpace, request: SearchRequest, device_bytes: int) -> list[Family]:
     """The families of all sizes that the search tries, with so much of the device; without overlap, which is given up
     before a search fails."""
-    budgets = Budgets(device_bytes, LARGEST_BYTES)
-    return shapes.families(space.without_overlap, budgets, every_size(space, request), request.placement)
+    sizes = chain.from_iterable(tier() for tier in space.tiers(request))
+    return families(space.without_overlap, Budgets(device_bytes, LARGEST_BYTES), sizes, request.placement)
 
 
-def every_size(space: SearchSpace, request: SearchRequest) -> list[int]:
-    """The capacities of chunks that a search tries before it fails."""
-    return [size for tier in space.tiers(request) for size in tier()]
-
-
-def _least_device(families: list[Family]) -> MemoryNeed:
+def least_device(some: Iterable[Family]) -> MemoryNeed:
     """The need of the candidate that takes the least device memory, whatever the host has."""
-    needs = (family.model.need(*family.emptiest) for family in families)
+    needs = (family.model.need(*family.emptiest) for family in some)
     return min(needs, key=lambda need: need.device_bytes)  # there is always the size of the largest parameter
 
 
-def _least_host(families: list[Family]) -> int:
-    """The least host memory of any candidate that fits the device; 0 where none does."""
-    least = min(map(_by_shapes, families), default=LARGEST_BYTES)
-    for family in families:
-        least = min(least, _by_any_homes(family, least))
+def least_host(some: Iterable[Family], depth: int = 0) -> int:
+    """The least host memory of any candidate that fits the device and fetches so many chunks ahead, with all states on
+    the disk that may be there; 0 where none does."""
+    least = LARGEST_BYTES
+    for family in some:
+        choice = family.most_on_device(depth)
+        if choice is not None:
+            least = min(least, _hosted_bytes(family, *choice))
+        least = min(least, _by_any_homes(family, depth, least))
     return least if least < LARGEST_BYTES else 0
 
 
-def _by_shapes(family: Family) -> int:
-    """The least host memory of a shape that fits the device; `LARGEST_BYTES` where none does."""
-    choice = family.most_on_device()
-    return LARGEST_BYTES if choice is None else _hosted_bytes(family, *choice)
-
-
 def _hosted_bytes(family: Family, placement: Placement, blocks: int) -> int:
-    """Host memory of homes and blocks, with all states on the disk that may be there."""
     return family.model.need(spilled(family.model, placement, host_bytes=0), blocks).host_bytes
 
 
-def _by_any_homes(family: Family, below: int) -> int:
+def _by_any_homes(family: Family, depth: int, below: int) -> int:
     """The least host memory of any homes that fit the device, if it is below so many bytes; otherwise, or where the
     search does not look at all homes, `LARGEST_BYTES`."""
     codes = family.every
@@ -158,7 +114,7 @@ def _by_any_homes(family: Family, below: int) -> int:
         blocks, fits = family.room_for(some)
         for row in np.flatnonzero(fits).tolist():
             residents = frozenset(np.flatnonzero(RESIDENT[some[row]]).tolist())
-            if family.work.schedule(residents, 0).min_blocks <= blocks[row]:
+            if family.work.schedule(residents, depth).min_blocks <= blocks[row]:
                 return _hosted_bytes(family, Placement.numbered(some[row].tolist()), int(blocks[row]))
     return LARGEST_BYTES
 

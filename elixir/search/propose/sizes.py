@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.scenario import Scenario
@@ -26,6 +24,8 @@ FEWEST_CHUNKS = 16
 """Small models get chunks below `MIN_CHUNK_BYTES`, so that there are about so many to place."""
 MAX_OUTSIZED = 4
 """Capacities below the largest parameters are tried as long as no more parameters than this become outsized."""
+MOST_TOGETHER = 6
+"""A capacity is tried, if nothing else fits, for up to so many parameters, a largest one first."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,7 @@ class SearchSpace:
         outsized = request.placement == "auto"
         if request.search != "optimal":
             return (lambda: (self.waste_size,),)
-        return (
-            lambda: self.sizes(outsized=outsized),
-            lambda: self.tiny_sizes(outsized=outsized),
-            self.grid_sizes,
-        )
+        return (lambda: self.sizes(outsized=outsized), lambda: self.tight_sizes(outsized=outsized))
 
     def size_of(self, plan: Plan) -> int:
         """The capacity that packs the step into the chunks of a plan.
@@ -205,14 +201,16 @@ class SearchSpace:
             "with the plan's model, dtype, frozen parameters and moments, or leave chunks_of out"
         )
 
-    def grid_sizes(self) -> tuple[int, ...]:
-        """Every capacity of the first Elixir's grid that packs differently, as tight as its packing allows."""
-        return tuple(np.unique(self.table.grid.block_bytes).tolist())
-
-    def tiny_sizes(self, *, outsized: bool) -> tuple[int, ...]:
-        """Capacities below `smallest_size`, for when nothing else fits."""
-        sizes = [size for size in self._param_sizes()[: MAX_OUTSIZED + 1] if size < self.smallest_size]
-        return self._kept(sizes, 1, outsized=outsized)
+    def tight_sizes(self, *, outsized: bool) -> tuple[int, ...]:
+        """Capacities for when nothing else fits: below `smallest_size`, and those of a largest parameter with the next
+        ones, with which few chunks are much smaller than a block."""
+        table = self.table
+        found = [size for size in self._param_sizes()[: MAX_OUTSIZED + 1] if size < self.smallest_size]
+        for members in table.groups.values():
+            sizes = [table.aligned[index] for index in members]
+            starts = [at for at, size in enumerate(sizes) if size == max(table.aligned)]
+            found += [sum(sizes[at : at + 1 + more]) for at in starts[:1] for more in range(1, MOST_TOGETHER)]
+        return self._kept(found, 1, outsized=outsized)
 
     def _param_sizes(self) -> list[int]:
         """Distinct parameter sizes, largest first, while few parameters are larger."""

@@ -30,8 +30,6 @@ class ActivationMoves:
         firsts = [run[0] for run in runs]
         self.outgoing = [each.direction == "device_to_host" for each in firsts]
         """Whether each goes to the host."""
-        self.planned_bytes = [sum(each.nbytes for each in run if each.planned) for run in runs]
-        """Bytes of each that the plan moves, and not the step itself."""
         nbytes = np.array([each.nbytes for each in trace.transfers], dtype=np.int64)
         run_of = np.repeat(np.arange(len(runs)), list(map(len, runs)))
         seconds = np.where(np.array(self.outgoing, dtype=bool)[run_of], rates.offload(nbytes), rates.fetch(nbytes))

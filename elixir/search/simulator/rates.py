@@ -177,12 +177,15 @@ class Rates:
     def host_step(self, numel: npt.ArrayLike, moved_bytes: npt.ArrayLike) -> Floats:
         """Adam on the host, by elements of a chunk, while as many bytes as `moved_bytes` go to or from the device.
 
-        Host memory carries both. The device's copy engine does not wait, so Adam gets the bandwidth that is left.
-        Memory is taken to be at least as fast as the same profile says that Adam alone uses it.
+        Host memory carries both. The device's copy engine does not wait, so Adam gets the bandwidth that is left: of
+        what both share, if that was measured. Otherwise memory is taken to be at least as fast as the same profile says
+        that Adam alone uses it.
         """
         counts = np.asarray(numel, dtype=np.float64)
-        traffic = ADAM_TRAFFIC_BYTES[self._moments]
+        traffic, shared = ADAM_TRAFFIC_BYTES[self._moments], self._hardware.host_shared_bytes_per_s
         per_s = max(self.host_memory.per_s, traffic * self.host_adam.per_s)
+        if shared is not None:
+            per_s = shared / self._ranks
         carried = np.where(counts > 0, (traffic * counts + np.asarray(moved_bytes)) / per_s, 0.0)
         found: Floats = np.maximum(self.host_adam(counts), carried)
         return found

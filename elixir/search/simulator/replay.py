@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.plan.prediction import LINKS
-from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.search.simulator.case import Case
 from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Events
 
@@ -128,8 +126,7 @@ class Replay:
     def _forget(self) -> None:
         self.busy_s = dict.fromkeys(RESOURCES, 0.0)
         self.waited_s = dict.fromkeys(RESOURCES[1:], 0.0)
-        self.moved_bytes = dict.fromkeys(LINKS, 0)
-        self.loads = self.extra_grad_blocks = 0
+        self.extra_grad_blocks = 0
         self.device_adam_s = self.backward_from_s = 0.0
         self.forward_s = self.backward_s = 0.0  # of all batches
         self.home_s: dict[int, float] = {}  # when gradients are on the host, in the order in which they were sent
@@ -170,7 +167,6 @@ class Replay:
         self._early_runs.clear()
         began_s = self.now_s
         for c in times.update_order:
-            self.moved_bytes[NETWORK] += times.exchanged_bytes[c]
             if placement.state_on_device[c]:
                 self._step_on_device(c, times.device_adam_s[c])
                 done_s = 0.0
@@ -183,7 +179,6 @@ class Replay:
             if not placement.resident[c]:
                 continue
             if self._together:
-                self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
                 done_s = self._run(NETWORK, "gather", c, max(self.now_s, done_s), times.gather_s[c])
             self._ready_s[c] = done_s
         while self._unwritten:
@@ -218,8 +213,6 @@ class Replay:
         # A buffer is written to when what was in it has left.
         free_s = self._staged[0] if staged and len(self._staged) == STAGING_BUFFERS else 0.0
         done_s = self._update_on_host(c, submitted_s, free_s)
-        for link in (FETCH, OFFLOAD):
-            self.moved_bytes[link] += times.turned_bytes[c]
         if returns:  # new weights return during the update of the next chunk
             done_s = self._return_weights(c, max(behind_s, done_s))
         if staged:
@@ -252,7 +245,6 @@ class Replay:
 
     def _return_weights(self, c: int, submitted_s: float) -> float:
         """New weights of one shard go to the device, by a lane next to that of the fetches and over the same link."""
-        self.moved_bytes[FETCH] += self._times.shard_bytes[c]
         if self._ahead:  # on a CPU both are copies by other cores
             self._returned_s[c] = self._times.fetch_s[c]
         return self._run(REFRESH, "refresh", c, submitted_s, self._times.fetch_s[c])
@@ -278,7 +270,6 @@ class Replay:
             return self._run(HOST_ADAM, "update", c, max(submitted_s, free_s), seconds)
         while len(self._unwritten) >= WINDOW_CHUNKS:
             self._write_back()
-        self.moved_bytes["disk_read"] += times.disk_bytes[c]
         read_s = self._run(DISK, "read", c, submitted_s, times.disk_read_s[c])
         done_s = self._run(HOST_ADAM, "update", c, max(submitted_s, free_s, read_s), seconds)
         self._unwritten.append((c, done_s))
@@ -287,7 +278,6 @@ class Replay:
     def _write_back(self) -> None:
         """Begins to write back the states that have been in the window for longest."""
         c, done_s = self._unwritten.popleft()
-        self.moved_bytes["disk_write"] += self._times.disk_bytes[c]
         self._run(DISK, "write", c, done_s, self._times.disk_write_s[c])
 
     def run(self, batches: Sequence[Events], repeated: int = 0) -> float:
@@ -368,14 +358,11 @@ class Replay:
         start_s = self._updated_s[c]  # no fetch before the chunk's own update
         if start_s < now_s:
             start_s = now_s
-        self.loads += 1
         if not self._weight_on_device[c]:
             in_file = c in self._in_files
             if in_file:
-                self.moved_bytes["disk_read"] += times.model.file_bytes[c]
                 free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # its data were used
                 start_s = self._run(DISK, "read", c, max(now_s, free_s), times.file_read_s[c])
-            self.moved_bytes[FETCH] += times.shard_bytes[c]
             start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])
             if in_file:
                 self._read.append(start_s)
@@ -383,7 +370,6 @@ class Replay:
             start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
         if self._together:
             self._used(c)
-            self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
             start_s = self._run(NETWORK, "gather", c, start_s, times.gather_s[c])
         self._ready_s[c] = start_s
         return now_s
@@ -413,14 +399,11 @@ class Replay:
         return now_s
 
     def _reduce_s(self, c: int, *, sums: bool) -> float:
-        """Counts the bytes of a reduction, and of the sum over replicas if it `sums`; returns the seconds of both."""
+        """Seconds of a reduction, and of the sum over replicas if it `sums`."""
         times = self._times
-        self.moved_bytes[NETWORK] += times.bytes[c] - times.shard_bytes[c]
         if not sums:
             return times.reduce_s[c]
-        self.moved_bytes["replicas"] += all_reduce_bytes(times.shard_bytes[c], times.rates.replicas)
         joins = self._holds[c] and not self._state_on_device[c]
-        self.moved_bytes[FETCH] += joins * times.shard_bytes[c]
         return times.reduce_s[c] + times.sum_replicas_s[c] + joins * times.fetch_s[c]
 
     def _send(self, c: int, now_s: float) -> float:
@@ -445,7 +428,6 @@ class Replay:
         if on_device:
             seconds = times.deliver_on_device_s[c]
         else:
-            self.moved_bytes[OFFLOAD] += times.shard_bytes[c]
             seconds = times.offload_s[c] if by_compute or self._together else times.offload_s[c] + norm_s
         passes = adds and not on_device and self._ahead
         if passes:  # on through a buffer, which is written again when what was in it has been added
@@ -473,7 +455,6 @@ class Replay:
         moves = self._times.moves
         for number in moves.together[group]:
             lane = OFFLOAD if moves.outgoing[number] else FETCH
-            self.moved_bytes[lane] += moves.planned_bytes[number]
             self._moved_s[number] = self._run(lane, "activations", None, now_s, moves.seconds[number])
         return now_s
 

@@ -129,8 +129,8 @@ class SimulatedCost:
         if case.times.model.setting.accumulation == 1 and not case.times.rates.contention:
             shared = replace(shared, placement=case.placement.updated_early(()))
         if not self._latest or self._latest[0][0] != shared:
-            machine = Replay(shared)
-            machine.run(shared.batches(count, updated=False))
+            machine = Replay(shared)  # two of its batches are enough: one that adds gradients, after one that does not
+            machine.run(shared.batches(min(count, 2), updated=False))
             machine.settle()
             self._latest[:] = [(shared, machine, shared.batches(count, updated=True))]
         _, begun, batches = self._latest[0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
+from elixir.search.problem.bytes_moved import traffic
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.request import check_count
@@ -42,7 +43,7 @@ class Simulation:
     loads: int
     """Chunks brought into blocks."""
     moved_bytes: dict[str, int]
-    """Per rank, over each link."""
+    """Per rank, over each link, in a steady step."""
     extra_grad_blocks: int
     """Gradient blocks that the runtime would make beyond the plan's."""
     timeline: tuple[WorkSpan, ...]
@@ -110,7 +111,9 @@ def simulate_step(
 
 
 def _replay(case: Case, steps: int) -> Simulation:
-    machine, updated_s, accumulation = Replay(case, record=True), 0.0, case.times.model.setting.accumulation
+    model = case.times.model
+    machine, updated_s, accumulation = Replay(case, record=True), 0.0, model.setting.accumulation
+    moved = traffic(model, case.placement, case.schedule, case.result.blocks)
     for step in range(steps):
         if step:
             machine.restart()
@@ -133,8 +136,8 @@ def _replay(case: Case, steps: int) -> Simulation:
         busy_s=machine.busy_s,
         waited_s=machine.waited_s,
         critical_s=_critical(spans, machine.now_s),
-        loads=machine.loads,
-        moved_bytes=machine.moved_bytes,
+        loads=moved.loads,
+        moved_bytes=moved.by_link,
         extra_grad_blocks=machine.extra_grad_blocks,
         timeline=tuple(sorted((span for span in shown if span.end_s > span.start_s), key=order)),
     )

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from elixir.optimizer_states import DIRECTION_BYTES
-from elixir.plan.matrices import exchanged_bytes, owned_numel, slowest
+from elixir.plan.matrices import owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packing import Ints
@@ -94,12 +94,8 @@ class WorkTimes:
         early_s = rates.host_step(numel, 2 * shard) * out_of_place_share(self.model.setting)
         self.host_adam_early_s: list[float] = early_s.tolist()
         """The same seconds while gradients of other chunks come down as well, and the old states are kept."""
-        self.turned_bytes = [0] * len(work.chunks)
-        """Bytes of matrices that pass through the device if the host steps them, by chunk."""
         self.turned_s = [0.0] * len(work.chunks)
         """Seconds that these take from compute on the device, whichever stream they are on, by chunk."""
-        self.exchanged_bytes = [0] * len(work.chunks)
-        """Bytes that a rank receives while ranks step matrices, by chunk."""
         self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
         for c, chunk in enumerate(work.chunks):
             if chunk.matrices:
@@ -116,7 +112,6 @@ class WorkTimes:
         if ranks > 1:  # as a gather in which one rank receives so much, there and back
             most = DIRECTION_BYTES * owned_numel([(matrices, shard_numel)], ranks)
             device_s += 2 * float(rates.gather([most * ranks // (ranks - 1)]).sum())
-            self.exchanged_bytes[c] = exchanged_bytes(matrices, self.work.chunks[c].offsets, shard_numel, ranks, 0)
         rounding_s = float(rates.device_memory(6 * numel).sum()) if self.rounded[c] else 0.0
         self.device_adam_s[c] = float(rates.matrix_step(numel, on_host=False).sum()) + device_s + rounding_s
         host_s = float(rates.matrix_step(numel, on_host=True).sum())
@@ -125,7 +120,6 @@ class WorkTimes:
         parts, one_by_one = (host_s, turning_s), not rates.ahead or ranks > 1
         both_s = sum(parts) if one_by_one else max(parts) + min(parts) / len(matrices)
         self.host_adam_s[c] = both_s
-        self.turned_bytes[c] = int(turned.sum())
 
     def _index_order(self) -> None:
         work = self.work

@@ -15,7 +15,6 @@ from typing import Literal
 
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import Home, StateHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.prediction import Judgement
@@ -27,7 +26,7 @@ from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import levels_of
 from elixir.search.propose.judge import TIE
-from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes
@@ -204,9 +203,7 @@ class _Variants:
             # Nothing is streamed; a variant that does needs blocks that hold any chunk.
             largest = max(chunk.weight_bytes for chunk in plan.chunks)
             self._model = MemoryModel(packed_step_of(replace(plan, block_bytes=largest), trace), setting)
-        self._trace, self._hardware = self._model.work.facts.trace, hardware  # as it runs under the plan
-        self._cost = SimulatedCost(self._trace, hardware, setting)
-        self._costs: dict[Scenario, SimulatedCost] = {}
+        self._space = SearchSpace(self._model.work.facts.trace, hardware, setting)  # the step as it runs under the plan
         self._gathered = setting.world_size > 1 and all(chunk.resident for chunk in plan.chunks)
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
         self._base = self._weighed(self._placement, plan.block_count)
@@ -252,7 +249,7 @@ class _Variants:
         schedule = self._model.work.schedule(placement.residents, depth)
         # Below the first the schedule cannot be walked, beyond the second a block would never be used.
         blocks = max(min(wanted_blocks, streamed), schedule.min_blocks)
-        return weigh(self._model, placement, blocks, depth, self._cost)
+        return weigh(self._model, placement, blocks, depth, self._space.cost)
 
     def _against(self, other: Candidate) -> Difference:
         base, plan = self._base, self._plan
@@ -273,17 +270,10 @@ class _Variants:
     def _loses_more(self, other: Candidate) -> Judgement | None:
         """The scenario in which it has its worst regret, unless that is clearly less than the plan's own."""
         known = self._plan.predicted.judgements
-        found = [replace(it, step_s=other.seconds_by(self._cost_in(it.scenario))["total"]) for it in known]
+        found = [replace(it, step_s=other.seconds_by(self._space.on(it.scenario).cost)["total"]) for it in known]
         worst = max(found, key=lambda it: it.regret, default=None)
         own = max((it.regret for it in known), default=0.0)
         return worst if worst is not None and worst.regret > own - TIE else None
-
-    def _cost_in(self, scenario: Scenario) -> SimulatedCost:
-        machine, setting = scenario.machine(self._hardware), self._model.setting
-        if scenario not in self._costs:
-            cost = SimulatedCost(self._trace, machine, setting, like=self._cost, clipped=scenario.clipped)
-            self._costs[scenario] = cost
-        return self._costs[scenario]
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""

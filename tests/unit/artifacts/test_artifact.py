@@ -86,6 +86,7 @@ def profiles() -> st.SearchStrategy[HardwareProfile]:
         "matmul_efficiency": SHARES,
         "host_memory_bytes": st.none() | SIZES,
         "network_bytes_per_s": st.none() | RATES,
+        "host_shared_bytes_per_s": st.none() | RATES,
         "host_pin_bytes_per_s": st.none() | RATES,
         "network_latency_s": st.none() | st.floats(0, 1e9),
         "contention": st.none() | st.floats(0, 1e9),
@@ -375,6 +376,16 @@ def test_causal_attention_measured_with_its_masked_half_gets_half_the_rate() -> 
     assert old.fits["matmul.bfloat16.square"] == fits["matmul.bfloat16.square"]
     assert old.fits["attention.bfloat16"] == RateFit(1e-6, 2e12, 0.1, ((4e9, 2e-3),))
     assert HardwareProfile.from_dict(profile.to_dict()) == profile
+
+
+def test_a_profile_from_before_the_shared_limit_of_a_host_knows_none() -> None:
+    profile = dataclasses.replace(make_hardware(), host_shared_bytes_per_s=None)
+    data = profile.to_dict()
+    data.pop("host_shared_bytes_per_s", None)
+    assert HardwareProfile.from_dict(data) == profile
+    limited = dataclasses.replace(profile, host_shared_bytes_per_s=1e11)
+    assert limited.fingerprint != profile.fingerprint
+    assert HardwareProfile.from_dict(limited.to_dict()) == limited
 
 
 def test_another_artifact_is_refused() -> None:

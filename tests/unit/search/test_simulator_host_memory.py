@@ -41,6 +41,19 @@ def test_memory_is_never_slower_than_adam_alone_was_seen_to_use_it() -> None:
     assert odd.host_step([NUMEL], [0])[0] == pytest.approx(NUMEL / 1e9)
 
 
+def test_cores_and_link_share_the_limit_that_was_measured_for_both() -> None:
+    """Host memory alone would carry both; the ranks of a machine share the limit evenly."""
+    traffic = ADAM_TRAFFIC_BYTES["float32"]
+    machine = replace(make_hardware(), fits={}, host_memory_bytes_per_s=1e12, host_adam_numel_per_s=1e9)
+    limited = replace(machine, host_shared_bytes_per_s=traffic * 1e9)
+    for ranks in (1, 2):
+        apart, together = (Rates(each, "bfloat16", ranks, ranks) for each in (machine, limited))
+        assert apart.host_step([NUMEL], [MOVED])[0] == pytest.approx(ranks * NUMEL / 1e9)
+        assert together.host_step([NUMEL], [0])[0] == pytest.approx(ranks * NUMEL / 1e9)
+        expected = ranks * (traffic * NUMEL + MOVED) / (traffic * 1e9)
+        assert together.host_step([NUMEL], [MOVED])[0] == pytest.approx(expected)
+
+
 def test_nothing_faster_makes_adam_slower() -> None:
     steps = [1.0, 1.5, 4.0, 16.0]
     for moments in ("float32", "bfloat16", "8bit"):
