@@ -46,13 +46,10 @@ class StoredStates(StoredTensors):
         self.due_bytes = 0
         """Bytes of the extent that the lane has written once it has done what it was given so far."""
 
-    def _grow(self, nbytes: int) -> None:
-        """States that no plan has foreseen: a larger extent, and as much room in the buffer."""
+    def _enlarge(self) -> None:
+        """States that no plan has foreseen: as much room in the buffer."""
         if self._buffer is None:
-            return super()._grow(nbytes)
-        self._file.give_back(self._extent)
-        self._extent = self._file.new_extent(nbytes, self.name)
-        self._written_bytes = self.nbytes  # what another chunk had there may be there still
+            return super()._enlarge()
         self._changed = True
         self._window.enlarge(self._buffer, self.nbytes)
         self.bind(self._buffer.tensor)

@@ -150,8 +150,8 @@ class StoredTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the extent."""
-        return self._extent.nbytes
+        """Bytes of the extent, or of the tensors, if these need a larger one, which `store` makes."""
+        return max(self._extent.nbytes, self.used_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -172,8 +172,8 @@ class StoredTensors:
             end = max((region.end for region in self._regions.values()), default=0)
             start = -(-end // dtype.itemsize) * dtype.itemsize
             self._regions[name] = found = _Region(start, numel, dtype)
-            if found.end > self.nbytes:
-                self._grow(found.end)
+            if self._memory is not None and found.end > self._memory.nbytes:
+                self._enlarge()
             if self._memory is not None:
                 self._memory[found.start : found.end].zero_()
                 self._changed |= start < self._written_bytes
@@ -231,8 +231,10 @@ class StoredTensors:
         for view in self._views:
             view.tensor.data = _nowhere(view.tensor.shape, view.tensor.dtype)
 
-    def _grow(self, nbytes: int) -> None:
-        raise StateError(f"the extent of {self.name} has {self.nbytes} bytes, its tensors need {nbytes}")
+    def _enlarge(self) -> None:
+        """Makes the memory that holds the extent as large as the tensors need."""
+        held = 0 if self._memory is None else self._memory.nbytes
+        raise StateError(f"{self.name} is in {held} bytes of memory, its tensors need {self.nbytes}")
 
     # --- transfers -------------------------------------------------------------------------------------------------
 
@@ -251,10 +253,15 @@ class StoredTensors:
 
     def store(self, memory: torch.Tensor) -> None:
         """Writes what a step has left in the buffer to the extent."""
-        used = self.used_bytes
+        used, extent = self.used_bytes, self._extent
         try:
-            self._begun = True
-            self._file.transfer("write", self._extent, memory[:used], self.name)
+            if used > extent.nbytes:  # states that no plan has foreseen; the old ones stay until these are written
+                extent = self._file.new_extent(used, self.name)
+            self._begun = extent is self._extent
+            self._file.transfer("write", extent, memory[:used], self.name)
+            if extent is not self._extent:
+                self._file.give_back(self._extent)
+                self._extent = extent
             self._begun = self._changed = False
         finally:
             self.put_away()

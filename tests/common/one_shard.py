@@ -84,8 +84,9 @@ def weights_of(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 def states_of(rule: Rule, shapes: Any = SHAPES, groups: Sequence[int] = (), first: int = 0, **options: Any) -> States:
     """The states of a rule over a shard."""
     master, segments = shard_of(*weights_of(*shapes), groups=groups, first=first)
-    states = States(master, segments, rule.kinds(master.dtype), [slice(0, len(master))], memory, **options)
+    states = States(master, segments, rule.kinds(master.dtype, {0}), [slice(0, len(master))], memory, **options)
     rule.attach(states)
+    rule.begin_anew(states)
     return states
 
 

@@ -175,3 +175,84 @@ class OnItsTensor(Own):
     def step(self, closure: Any = None) -> None:
         self.counted += 1
         super().step()
+
+
+class Shifting(Own):
+    """Keeps this gradient and the one before, and hands the tensor of one state to the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                state = self.state[p]
+                state["before"] = state.get("now", torch.zeros_like(p))
+                state["now"] = p.grad.clone()
+                p.sub_(state["now"] - 0.5 * state["before"], alpha=group["lr"])
+
+
+class Swapping(Own):
+    """Swaps two states in every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                state = self.state[p]
+                one, other = (state.get(kind, torch.zeros_like(p)) for kind in ("one", "other"))
+                state["one"], state["other"] = other, one
+                state["one"].mul_(0.5).add_(p.grad)
+                p.sub_(state["one"] - 0.3 * state["other"], alpha=group["lr"])
+
+
+class Numbering(Own):
+    """Makes a number for each weight in its constructor."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                self.state[p]["count"] += 1
+                p.sub_(p.grad, alpha=group["lr"] / self.state[p]["count"])
+
+
+class Decaying(Own):
+    """Makes sums in its constructor, and lets them decay whether or not a weight has a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(sum=torch.ones_like(p), step=torch.zeros(()))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"].mul_(0.9)
+                state["step"] += 1
+                if p.grad is not None:
+                    state["sum"].addcmul_(p.grad, p.grad)
+                    p.addcdiv_(p.grad, state["sum"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class Stacking(Own):
+    """Keeps a state next to two that lie in one tensor, and a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, parameters in self.stepped():
+            for p in parameters:
+                state = self.state[p]
+                if not state:
+                    state.update(mean=torch.zeros_like(p), pair=torch.zeros(2, *p.shape), seen=[])
+                state["seen"].append(1)
+                state["mean"].mul_(0.9).add_(p.grad)
+                state["pair"].mul_(0.5).add_(p.grad)
+                p.sub_(state["mean"] + state["pair"][0], alpha=group["lr"] / len(state["seen"]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -224,7 +224,7 @@ class MatrixRule(Rule):
             self.turn, self.exchanged_bytes = partial(self._run_turn, exchange), exchange.received_bytes
             self._parts = room.stage(0, len(exchange.directions)) if staged else exchange.directions
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
         """See `Rule`."""
         return {MOMENTUM: Kind(dtype)}
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,11 +45,16 @@ class Rule(Protocol):
     turn: Callable[[], None] | None = None
     """Work between `begin` and `step`, on the lane of the network; None if `step` does it all."""
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
-        """The kinds of elementwise states of weights in a dtype, as far as they are known before the first step."""
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
+        """The kinds of elementwise states of weights in a dtype and of some groups, as far as they are known before the
+        first step."""
 
     def attach(self, states: States) -> None:
-        """Prepares to step a new set of states."""
+        """Prepares to step a new set of states, which is empty."""
+        return
+
+    def begin_anew(self, states: States) -> None:
+        """Gives segments that have no state the one with which a class begins, if it makes that before its step."""
         return
 
     def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
@@ -111,7 +115,7 @@ class AdamRule(Rule):
     def __init__(self, moments: MomentKind, *, decoupled: bool, joins: bool = True) -> None:
         self._moments, self._decoupled, self._joins = moments, decoupled, joins and moments == "float32"
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
         """See `Rule`."""
         if self._moments != "8bit":
             return dict.fromkeys(ADAM_KINDS, Kind(torch.float32 if self._moments == "float32" else torch.bfloat16))
@@ -198,6 +202,11 @@ class MakesOptimizer(Protocol):
 
     is_predictable: bool
     """See `Rule`."""
+    begins_with_states: bool
+    """Whether the constructor of the class makes states."""
+    divides: bool
+    """Whether all states but the elementwise ones are single numbers, so that a first step may be made in pieces; known
+    once `kinds` was asked for."""
 
     def over(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
         """Creates an optimizer of the class over segments, with their groups' options."""
@@ -205,8 +214,9 @@ class MakesOptimizer(Protocol):
     def over_one(self, weights: nn.Parameter, options: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Creates an optimizer of the class over one weight."""
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
-        """The kinds of elementwise states that the class makes for weights in a dtype, found by a trial."""
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
+        """The kinds of elementwise states that the class makes for weights in a dtype and of some groups, found by a
+        trial."""
 
 
 class ClassRule(Rule):
@@ -223,16 +233,28 @@ class ClassRule(Rule):
         self._user, self._shared = user, shared
         self.is_predictable, self.shares_call = user.is_predictable, shared is not None
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
         """See `Rule`."""
-        return self._user.kinds(dtype)
+        return self._user.kinds(dtype, groups)
 
     def attach(self, states: States) -> None:
         """See `Rule`."""
         states.optimizer = self._shared or self._user.over(states.segments)
         states.by_weights = states.optimizer.state
         for segment in states.segments:
-            states.by_weights.pop(segment.weights, None)  # what a constructor makes is made again in the first step
+            states.by_weights.pop(segment.weights, None)
+
+    def begin_anew(self, states: States) -> None:
+        """See `Rule`. A class of torch makes its states again in the first step, in pieces; others may act on weights
+        without a gradient before."""
+        if self.is_predictable or not self._user.begins_with_states:
+            return
+        lacking = [segment for segment in states.segments if segment.weights not in states.by_weights]
+        made = self._user.over(lacking).state
+        for segment in lacking:
+            if segment.weights in made:
+                states.by_weights[segment.weights] = made[segment.weights]
+                states.adopt(segment)
 
     def step(
         self,
@@ -277,7 +299,7 @@ class ClassRule(Rule):
         """Sets the options of a step, and makes the first step of segments that have none; returns the others."""
         for group, values in zip(_optimizer(states).param_groups, inputs.options, strict=True):
             set_options(group, values)
-        if not states.kinds:
+        if not (states.kinds or self._user.begins_with_states):
             return inputs.arrived
         later = []
         for segment, gradient in inputs.arrived:
@@ -289,21 +311,20 @@ class ClassRule(Rule):
 
     def _first(self, states: States, segment: Segment, gradient: torch.Tensor, factor: float | torch.Tensor) -> None:
         """Makes the first step of a segment piece by piece."""
-        options = _optimizer(states).param_groups[segment.group]
-        kinds: list[str] = []
-        numbers: dict[str, Any] = {}
-        for first in range(0, gradient.numel(), _FIRST_NUMEL):
-            piece = slice(first, first + _FIRST_NUMEL)
-            part = replace(segment, weights=nn.Parameter(segment.weights.detach()[piece]))
-            made = self._user.over_one(part.weights, options)
-            part.weights.grad = _scaled(gradient[piece], part.weights.dtype, factor)
+        options, kinds, numbers = _optimizer(states).param_groups[segment.group], list[str](), dict[str, Any]()
+        numel = _FIRST_NUMEL if self._user.divides else gradient.numel()
+        for first in range(0, gradient.numel(), numel):
+            piece = slice(first, first + numel)
+            weights = nn.Parameter(segment.weights.detach()[piece])
+            made = self._user.over_one(weights, options)
+            weights.grad = _scaled(gradient[piece], weights.dtype, factor)
             with while_nothing_compiles():
                 made.step()
-            state = made.state.get(part.weights, {})
-            kinds = [kind for kind, value in state.items() if is_elementwise(kind, value, part.weights)]
+            state = made.state.get(weights, {})
+            kinds = [kind for kind, value in state.items() if is_elementwise(kind, value, weights)]
             for kind in kinds:
                 states.take(kind, segment, state[kind], first)
-            numbers = {kind: value for kind, value in state.items() if kind not in kinds}
+            numbers = {kind: value for kind, value in state.items() if kind not in kinds}  # of each piece the same
         states.put(segment, kinds, numbers)
 
     @contextlib.contextmanager

@@ -202,7 +202,8 @@ class Shard:
         self.rule: Rule = user.rule_for(chunk, master.dtype, gathered=brought is not None)
         """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
-        kinds, make = self.rule.kinds(master.dtype), _maker(engine.arena, chunk, "optimizer_states")
+        segments, make = cut_segments(chunk, master, user.group_of), _maker(engine.arena, chunk, "optimizer_states")
+        kinds = self.rule.kinds(master.dtype, {segment.group for segment in segments})
         if before is not None and before.may_stay(chunk, self.rule, kinds):
             self.states: States = before.states
             self.states.point_to(master, weights)
@@ -210,7 +211,7 @@ class Shard:
         else:
             self.states = States(
                 master,
-                cut_segments(chunk, master, user.group_of),
+                segments,
                 kinds,
                 own_ranges(chunk, user.group_of),
                 make,
@@ -219,6 +220,8 @@ class Shard:
                 weights=weights,
             )
             self.rule.attach(self.states)
+            if before is None:
+                self.rule.begin_anew(self.states)
         self.second: States | None = None
         """The states of early updates, allocated once there are states to copy."""
         self._early: EarlyUpdate | None = None
@@ -263,7 +266,9 @@ class Shard:
         Nothing else may read or step the chunk meanwhile. It must be in memory (`Chunk.in_memory`).
         """
         self.end_early(None)
-        return self.states.load(find, wait)
+        notes = self.states.load(find, wait)
+        self.rule.begin_anew(self.states)
+        return notes
 
     def inputs(
         self, used: Collection[str], factor: float | torch.Tensor, options: list[dict[str, object]], *, in_place: bool
@@ -345,7 +350,7 @@ class Shard:
             self.second.make()
             if chunk.low_precision:
                 self.second.weights = make(chunk.shard_numel, chunk.dtype, pin=True).tensor
-        return self.second is not None
+        return self.second is not None and self.states.can_copy  # its first step may have made others since
 
     def begin_early(self, inputs: Inputs) -> EarlyUpdate:
         """Begins an early update, which the caller submits. `make_second` must have returned True, and the last one

@@ -47,7 +47,7 @@ class Shards:
         """Creates all shards, with the states that the plan foresees."""
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
-                with chunk.in_memory():
+                with chunk.in_memory(write=self._user.begins_with_states):
                     self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk)
                     if chunk.plan.update_home == "host":
                         self._make_states(shard)

@@ -313,7 +313,7 @@ class States:
         for kind, value in numbers.items():
             state[kind] = value
             if isinstance(value, torch.Tensor):  # a fused step reads numbers on the device
-                there = value.dim() or group.get("fused")
+                there = value.dim() or not value.is_cpu or group.get("fused")
                 state[kind] = value.to(segment.weights.device if there else "cpu", copy=True)
         self.by_weights[segment.weights] = state
 
@@ -328,11 +328,16 @@ class States:
 
     def adopt(self, segment: Segment) -> None:
         """Moves elementwise states that a class has made elsewhere to their place."""
-        state = self.state_of(segment)
-        for kind, value in state.items():
-            if self._views.get((kind, segment.place)) is not value and is_elementwise(kind, value, segment.weights):
-                self.take(kind, segment, value, 0)
-                state[kind] = self._view(kind, segment)
+        state, own = self.state_of(segment), {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
+        moved = {
+            # A class may have given one kind the tensor of another, whose place is written to next.
+            kind: value.clone() if value.untyped_storage().data_ptr() in own else value
+            for kind, value in state.items()
+            if self._views.get((kind, segment.place)) is not value and is_elementwise(kind, value, segment.weights)
+        }
+        for kind, value in moved.items():
+            self.take(kind, segment, value, 0)
+            state[kind] = self._view(kind, segment)
 
     def take(self, kind: str, segment: Segment, values: torch.Tensor, first: int) -> None:
         """Takes values that a class has made, for the elements of a segment from `first` on."""

@@ -23,6 +23,7 @@ from elixir.kernels.muon import check_rule, matrix_rule
 from elixir.optimizer_states import MomentKind
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map, while_nothing_compiles
+from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
 from elixir.wrapper.step.matrix_rule import Exchange, MatrixRoom, MatrixRule
@@ -67,7 +68,11 @@ class UserOptimizer:
         self.fusible = can_fuse(given)
         self.is_predictable = isinstance(given, HybridAdam) or type(given).__module__.startswith("torch.optim.")
         """See `Rule`."""
-        self._kinds: dict[torch.dtype, dict[str, Kind]] = {}
+        self.begins_with_states = bool(given.state)
+        """Whether the constructor of the class makes states."""
+        self.divides = True
+        """See `elixir.wrapper.step.rules.MakesOptimizer`."""
+        self._kinds: dict[tuple[torch.dtype, int], dict[str, Kind]] = {}
         self.group_of = {parameter: index for index, group in enumerate(groups()) for parameter in group["params"]}
         self._slots = [slot for chunk in engine.chunks for slot in chunk.slots]
         numbers = [self.group_of.get(slot.parameter) for slot in self._slots]
@@ -166,22 +171,45 @@ class UserOptimizer:
         """Creates an optimizer of the user's class over one weight."""
         return _like(self.given, [{**options_of(options), "params": [weights]}])
 
-    def kinds(self, dtype: torch.dtype) -> dict[str, Kind]:
-        """The kinds of elementwise states that the class has made after some steps of weights in a dtype."""
-        if dtype not in self._kinds:
-            made = [
-                (nn.Parameter(torch.zeros(_TRIED_NUMEL, dtype=dtype, device="cpu")), each) for each in self._groups()
-            ]
-            found = self._kinds[dtype] = {}
-            for weights, options in made:
-                optimizer = self.over_one(weights, shard_options(options))
-                weights.grad = torch.ones_like(weights)
-                with torch.random.fork_rng(devices=[]), torch.enable_grad(), while_nothing_compiles():
-                    for _ in range(_TRIED_STEPS):
-                        optimizer.step()
-                states = optimizer.state.get(weights, {}).items()
-                found |= {kind: Kind(it.dtype) for kind, it in states if is_elementwise(kind, it, weights)}
-        return self._kinds[dtype]
+    def kinds(self, dtype: torch.dtype, groups: Collection[int]) -> dict[str, Kind]:
+        """The kinds of elementwise states that the class has made after some steps of weights in a dtype.
+
+        Args:
+            dtype: of the weights.
+            groups: to which they belong.
+
+        Raises:
+            InputError: a kind of state has several dtypes.
+        """
+        found: dict[str, Kind] = {}
+        for index in sorted(groups):
+            if (dtype, index) not in self._kinds:
+                self._kinds[dtype, index] = self._tried(dtype, self._groups()[index])
+            for kind, each in self._kinds[dtype, index].items():
+                self._refuse_two_dtypes(kind, found.setdefault(kind, each), each)
+        return found
+
+    def _tried(self, dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, Kind]:
+        weights = nn.Parameter(torch.zeros(_TRIED_NUMEL, dtype=dtype, device="cpu"))
+        weights.grad, found = torch.ones_like(weights), dict[str, Kind]()
+        optimizer = self.over_one(weights, shard_options(options))
+        for _ in range(_TRIED_STEPS):
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), while_nothing_compiles():
+                optimizer.step()
+            for kind, value in optimizer.state.get(weights, {}).items():
+                if is_elementwise(kind, value, weights):
+                    self._refuse_two_dtypes(kind, found.setdefault(kind, Kind(value.dtype)), Kind(value.dtype))
+                else:
+                    self.divides &= isinstance(value, (bool, int, float, type(None), torch.Tensor))
+                    self.divides &= not (isinstance(value, torch.Tensor) and value.dim())
+        return found
+
+    def _refuse_two_dtypes(self, kind: str, one: Kind, other: Kind) -> None:
+        if one != other:
+            raise InputError(
+                f"{type(self.given).__name__} keeps the state {kind!r} in {dtype_name(one.dtype)} and in "
+                f"{dtype_name(other.dtype)}; have it keep each kind of state in one dtype"
+            )
 
     def step_changes(self, stepped: Callable[[], Collection[int]]) -> list[dict[str, Any]]:
         """The options, by group, that a step changes by itself; empty for most classes.

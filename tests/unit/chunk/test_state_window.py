@@ -251,3 +251,23 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()
     it.close()
+
+
+def test_a_step_that_fails_after_states_have_come_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
+    """No plan has foreseen these states, so the step takes more memory, and the extent would be a larger one."""
+    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
+    chunk, before = it.chunks[1], it.arena.parts("disk")
+
+    def work() -> None:
+        chunk.region("max_exp_avg_sq", NUMEL, torch.float32)
+        it.masters[1].add_(5)
+        raise MemoryError("made by a test")
+
+    it.step(1, work, adam)
+    it.window.settle()
+    assert it.arena.parts("disk") == before
+    with chunk.in_memory():
+        assert (it.masters[1] == 1.0).all()
+        assert (it.states[1] == 1.0).all()
+    adam.close()
+    it.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.wrapper.step import rules
@@ -16,9 +17,10 @@ from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.rules import AdamRule, ClassRule
 from elixir.wrapper.step.user_optimizer import has_bits_of
 from tests.common import inside
-from tests.common.early import needs_kernel
+from tests.common.early import chain, needs_kernel, updating_early
 from tests.common.one_shard import another, class_rule, inputs_of, sgd, states_of, user_over
-from tests.common.user_optimizers import Replacing
+from tests.common.parity import Pair
+from tests.common.user_optimizers import Decaying, Numbering, Own, Replacing, Shifting, Stacking, Swapping
 
 ADAM = AdamRule("float32", decoupled=True)
 
@@ -104,7 +106,7 @@ CLASSES: dict[str, Any] = {
     "NAdam": torch.optim.NAdam,
     "ASGD": torch.optim.ASGD,
     "Rprop": torch.optim.Rprop,
-    "its own": Replacing,
+    **{each.__name__: each for each in (Replacing, Shifting, Swapping, Numbering, Decaying, Stacking)},
 }
 
 
@@ -135,7 +137,8 @@ def test_a_class_over_a_shard_has_the_bits_of_the_class_over_weights(
             for kind in states.kinds_of(segment):
                 assert torch.equal(states.read(kind, segment), theirs[kind])
             for kind, value in states.numbers(segment).items():
-                assert value == theirs[kind]
+                same = torch.equal if isinstance(value, torch.Tensor) else lambda one, other: one == other
+                assert same(value, theirs[kind]), kind
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -159,13 +162,42 @@ def test_a_first_step_never_has_the_states_of_a_large_weight_twice(together: boo
 
 def test_what_a_class_shows_by_trial_is_what_it_keeps() -> None:
     for dtype in (torch.float32, torch.float64):
-        assert {kind: each.dtype for kind, each in class_rule().kinds(dtype).items()} == {
+        assert {kind: each.dtype for kind, each in class_rule().kinds(dtype, {0}).items()} == {
             "exp_avg": dtype,
             "exp_avg_sq": dtype,
         }
-    assert class_rule(lambda groups: torch.optim.SGD(groups, lr=1.0)).kinds(torch.float32) == {}
+    assert class_rule(lambda groups: torch.optim.SGD(groups, lr=1.0)).kinds(torch.float32, {0}) == {}
     two = user_over(lambda groups: torch.optim.SGD(groups, lr=1.0), {}, {"momentum": 0.5})
-    assert list(two.kinds(torch.float32)) == ["momentum_buffer"]
+    assert [list(two.kinds(torch.float32, groups)) for groups in ({0}, {1}, {0, 1})] == [
+        [], ["momentum_buffer"], ["momentum_buffer"]
+    ]  # fmt: skip
+
+
+def test_a_state_in_several_dtypes_is_refused() -> None:
+    class Widening(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group, parameters in self.stepped():
+                for p in parameters:
+                    mean = self.state[p].get("mean", torch.zeros_like(p, dtype=torch.bfloat16))
+                    self.state[p]["mean"] = mean.to(torch.float64 if mean.any() else torch.bfloat16) + p.grad
+                    p.sub_(p.grad, alpha=group["lr"])
+
+    with pytest.raises(InputError, match="Widening keeps the state 'mean' in float32 and in float64; have it keep"):
+        class_rule(Widening).kinds(torch.float32, {0})
+
+
+@pytest.mark.parametrize("make", [Shifting, Swapping, Stacking, Decaying], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("homes", ["streamed", "mixed"])
+def test_early_updates_of_any_class_have_the_bits_of_plain_pytorch(make: Any, homes: str) -> None:
+    """Steps that are clipped discard them; a state that cannot be copied allows none."""
+    with Pair(
+        chain(), updating_early(chain(), homes), optimizer=lambda model: make(model.parameters()), max_norm=0.05
+    ) as pair:
+        for max_norm in (1e9, 1e-3, 1e9, 1e-3, 1e9, 1e9):
+            pair.optimizer.max_norm = pair.max_norm = max_norm
+            pair.train(1)
+        pair.assert_same_weights()
 
 
 def _of_class(name: str) -> Any:
@@ -237,3 +269,14 @@ def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(weights, **refused)
     optimizer.param_groups[0]["lr"] = rate
     assert not has_bits_of(optimizer)
+
+
+def test_a_weight_without_a_loaded_state_has_the_one_of_the_constructor() -> None:
+    rule = class_rule(Decaying)
+    states = states_of(rule)
+    rule.step(states, inputs_of(states, torch.ones(25)), 1.0, None)
+    assert not (states.tensor("sum") == 1).any()
+    states.load(lambda name: None, lambda: None)
+    rule.begin_anew(states)
+    assert (states.tensor("sum") == 1).all()
+    assert [float(states.state_of(segment)["step"]) for segment in states.segments] == [0.0] * 3

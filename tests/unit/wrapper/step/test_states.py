@@ -222,7 +222,7 @@ def test_numbers_come_back_as_what_they_were() -> None:
 def test_loaded_states_of_weights_in_another_order_are_those_of_their_elements() -> None:
     master, segments = shard_of(transposed(2, 3))
     rule = class_rule(sgd)
-    states = States(master, segments, rule.kinds(master.dtype), [slice(0, 6)], memory)
+    states = States(master, segments, rule.kinds(master.dtype, {0}), [slice(0, 6)], memory)
     rule.attach(states)
     for given in (torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).t().contiguous().t()):
         load(states, Saved({"w0": {"momentum_buffer": given}}, (1, 0)))
@@ -293,7 +293,7 @@ def divided(rule: AdamRule, own: tuple[int, ...]) -> States:
         segments.append(Segment(held, 0, nn.Parameter(master[held.part]), 0))
     chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in segments}, shard_numel=1536)
     ranges = own_ranges(chunk, {weights[place]: 0 for place in own})
-    return States(master, [segments[place] for place in own], rule.kinds(master.dtype), ranges, memory)
+    return States(master, [segments[place] for place in own], rule.kinds(master.dtype, {0}), ranges, memory)
 
 
 @pytest.mark.parametrize("moments", KINDS)
