@@ -80,7 +80,7 @@ class ChunkStates:
             for held in self.chunk.held.values()
         ]
         for states in self._states_of_then:
-            found += states.parts()
+            found += states.to_save()
         return found
 
     def small(self) -> dict[str, SmallStates]:

@@ -108,7 +108,7 @@ class Run:
         self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in inside.shards(self.optimizer):
-            for each in part.states.parts():
+            for each in part.states.to_save():
                 found[f"{each.kind}.{each.name}.{each.first}"] = (
                     each.values(0, each.tensor.numel()).detach().cpu().clone()
                 )

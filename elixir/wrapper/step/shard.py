@@ -347,7 +347,7 @@ class Shard:
             master = make(chunk.shard_numel, self.states.master.dtype, pin=copied).tensor
             self.second = self.states.like(master, cut_segments(chunk, master, self._user.group_of), make)
             self.rule.attach(self.second)
-            self.second.make()
+            self.second.allocate()
             if chunk.low_precision:
                 self.second.weights = make(chunk.shard_numel, chunk.dtype, pin=True).tensor
         return self.second is not None and self.states.can_copy  # its first step may have made others since

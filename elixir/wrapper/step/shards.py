@@ -63,7 +63,7 @@ class Shards:
         """Allocates all optimizer states before the first step."""
         for shard in self:
             if shard.chunk.plan.update_home == "device":
-                shard.states.make()
+                shard.states.allocate()
 
     def leave(self) -> None:
         """Takes the states off the chunks; no chunk is stepped until `arrive`."""
@@ -100,7 +100,7 @@ class Shards:
     def _make_states(self, shard: Shard) -> None:
         """Allocates states on the threads that step them, so that memory is close to their cores."""
         # This thread may read or move the states next. If memory is too small, wrapping must raise.
-        self._engine.lanes.host_adam.submit(shard.states.make).synchronize()
+        self._engine.lanes.host_adam.submit(shard.states.allocate).synchronize()
 
     def _refuse_parameters(self) -> None:
         own = {slot.parameter for chunk in self._engine.chunks for slot in chunk.slots}

@@ -179,7 +179,7 @@ class States:
         self._stored, self._number = stored, number
         self._numel = sum(each.stop - each.start for each in ranges)
         # By place of a segment, the elements of the shard before it that have no states.
-        self._lacking = {segment.place: _lacking(ranges, segment.start) for segment in segments}
+        self._without_states = {segment.place: _numel_outside(ranges, segment.start) for segment in segments}
         self.tensors: dict[str, torch.Tensor] = {}
         """Kind -> all its elements; only those that exist by now."""
         self._memories: list[Memory] = []
@@ -194,7 +194,7 @@ class States:
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
-    def make(self) -> None:
+    def allocate(self) -> None:
         """Allocates all kinds, as zeros, that are not there yet."""
         for kind in self.kinds if self.segments else ():
             self.tensor(kind)
@@ -216,7 +216,7 @@ class States:
 
     def place(self, kind: str, segment: Segment) -> slice:
         """The part of `tensor` that belongs to a segment."""
-        first, width = segment.start - self._lacking[segment.place], self.kinds[kind].width
+        first, width = segment.start - self._without_states[segment.place], self.kinds[kind].width
         return slice(first // width, -(-(first + segment.held.numel) // width))
 
     def part(self, kind: str, segment: Segment) -> torch.Tensor:
@@ -227,7 +227,9 @@ class States:
         """Adam's moments, in which a segment and its neighbours of the same range have their positions in the shard."""
         kind = self.kinds["exp_avg"]
         form = check_kind("8bit" if kind.block > 1 else dtype_name(kind.dtype))
-        return Moments(form, **{each: self.tensor(each) for each in self.kinds}, first=self._lacking[segment.place])
+        return Moments(
+            form, **{each: self.tensor(each) for each in self.kinds}, first=self._without_states[segment.place]
+        )
 
     def _region(self, kind: str) -> str:
         """The name of a region. Each optimizer has separate regions, with the states of its parameters alone."""
@@ -288,7 +290,7 @@ class States:
         mine = self.kinds_of(segment)
         return {kind: value for kind, value in self.state_of(segment).items() if kind not in mine}
 
-    def parts(self) -> Iterator[StateTensor]:
+    def to_save(self) -> Iterator[StateTensor]:
         """The elementwise states of stepped segments, as views of live memory."""
         for segment in filter(self.has_stepped, self.segments):
             for kind in self.kinds_of(segment):
@@ -471,7 +473,7 @@ def wide_dtype(kind: Kind) -> torch.dtype:
     return torch.float32 if wide else kind.dtype
 
 
-def _lacking(ranges: Sequence[slice], start: int) -> int:
+def _numel_outside(ranges: Sequence[slice], start: int) -> int:
     """The number of elements before `start` that are in none of the ranges."""
     return start - sum(int(min(start, each.stop) - min(start, each.start)) for each in ranges)
 

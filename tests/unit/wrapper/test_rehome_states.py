@@ -117,7 +117,7 @@ def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
         pair.train(1)
         states = [shard.states for shard in inside.shards(pair.optimizer)]
         states[0].forget()
-        assert list(states[1].parts())
+        assert list(states[1].to_save())
         assert len(states[1].by_weights) == sum(len(other.segments) for other in states[1:])
         pair.module.close()
 
@@ -131,7 +131,7 @@ def test_states_whose_home_stays_are_not_allocated_a_second_time(moments: str) -
 
     def memory() -> dict[tuple[str, str], int]:
         stay = [shard for shard in inside.shards(pair.optimizer) if shard.chunk.index < len(others)]
-        return {(it.name, it.kind): it.tensor.data_ptr() for shard in stay for it in shard.states.parts()}
+        return {(it.name, it.kind): it.tensor.data_ptr() for shard in stay for it in shard.states.to_save()}
 
     with Pair(it, plan) as pair:
         pair.exact = moments == "float32"

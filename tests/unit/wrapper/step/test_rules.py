@@ -131,7 +131,7 @@ def test_a_class_over_a_shard_has_the_bits_of_the_class_over_weights(
             if segment.place not in places:
                 continue  # what a constructor makes comes with the first step here
             theirs = optimizer.state[weight]
-            assert {each.kind for each in states.parts() if each.name == segment.name} == {
+            assert {each.kind for each in states.to_save() if each.name == segment.name} == {
                 kind for kind, value in theirs.items() if kind != "step" and getattr(value, "shape", ()) == weight.shape
             }
             for kind in states.kinds_of(segment):

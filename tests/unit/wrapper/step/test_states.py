@@ -64,7 +64,7 @@ def test_elementwise_states_are_shown_apart_from_the_others() -> None:
     for segment in states.segments[:2]:
         states.put(segment, ["momentum_buffer"], {"step": torch.tensor(1.0 - segment.place), "count": 4})
     states.part("momentum_buffer", states.segments[0]).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    (shown,) = states.parts()
+    (shown,) = states.to_save()
     assert (shown.kind, shown.name, shown.region, shown.start) == (
         "momentum_buffer",
         "w0",
@@ -106,7 +106,7 @@ def test_states_that_a_class_has_made_elsewhere_are_moved_to_their_place() -> No
     for value in (torch.arange(3.0), torch.tensor(0.5).expand(3), torch.ones(3)):
         optimizer.state[segment.weights] = {"momentum_buffer": value, "mean": value.double(), "count": 2}
         states.adopt(segment)
-        assert {each.kind: each.tensor.tolist() for each in states.parts()} == {
+        assert {each.kind: each.tensor.tolist() for each in states.to_save()} == {
             "momentum_buffer": value.tolist(),
             "mean": value.tolist(),
         }
@@ -121,7 +121,7 @@ def test_scales_have_a_place_for_each_block() -> None:
     states = of_adam("8bit", ((512,), (300,)))  # as in a plan, each parameter begins a block
     for segment in states.segments:
         states.put(segment, [], {"step": torch.ones(())})
-    shown = {(each.name, each.kind): each for each in states.parts()}
+    shown = {(each.name, each.kind): each for each in states.to_save()}
     assert {kind for _, kind in shown} == {"exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
     codes, scales = shown["w1", "exp_avg"], shown["w1", "exp_avg_scale"]
     assert (codes.shape, codes.first, codes.start, codes.dtype, codes.nbytes) == ((300,), 0, 512, torch.int8, 300)
@@ -307,14 +307,14 @@ def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moment
     assert sum(tensor.nbytes for states in others for tensor in states.tensors.values()) == sum(
         tensor.nbytes for tensor in one.tensors.values()
     )
-    shown = {(each.name, each.kind): each.tensor for each in one.parts()}
+    shown = {(each.name, each.kind): each.tensor for each in one.to_save()}
     for states in others:
         second = states.like(states.master.clone(), states.segments, memory)
         second.copy_from(states)
         loaded = divided(rule, tuple(segment.place for segment in states.segments))
         loaded.load(one.saved(), lambda: None)
         for found in (states, second, *([] if moments == "8bit" else [loaded])):
-            for each in found.parts():
+            for each in found.to_save():
                 assert torch.equal(each.tensor, shown[each.name, each.kind]), (each.name, each.kind)
         for segment in states.segments:
             assert torch.equal(states.master[segment.part], one.master[segment.part])
