@@ -113,7 +113,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
             from a name; written down as `StepShape.checkpoint`.
         forward: nothing is trained: `step_fn` runs without gradients, and no optimizer steps.
-        generate: `step_fn` is `elixir.models.generation.generation_step` of these numbers. The trace is then of its
+        generate: `step_fn` is `elixir.models.step.generation_step` of these numbers. The trace is then of its
             last call of the model, with the memory of both.
         lora: how `elixir.models.build` was asked for adapters, written down likewise.
         quantised: how it was asked for quantised weights, written down likewise.

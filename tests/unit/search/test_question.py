@@ -42,8 +42,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     monkeypatch.setattr("elixir.models.loading.build", build)
     monkeypatch.setattr("elixir.models.step.input_to_trace", lambda _, **how: how)
     monkeypatch.setattr("elixir.models.step.default_step", "default")
-    monkeypatch.setattr("elixir.models.generation.generation_input", lambda _, **how: how)
-    monkeypatch.setattr("elixir.models.generation.generation_step", lambda *tokens: tokens)
+    monkeypatch.setattr("elixir.models.step.generation_input", lambda _, **how: how)
+    monkeypatch.setattr("elixir.models.step.generation_step", lambda *tokens: tokens)
     return calls
 
 
