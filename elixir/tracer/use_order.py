@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
@@ -85,8 +86,10 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
 
 
-class UseOrder:
+class UseOrder(AccessListener):
     """The listener of a trace: records uses, knows the running module and the phase.
+
+    On meta, operators that compute a whole layer have no kernel: there is room for no weights at once.
 
     Args:
         traced: the model that is traced.
@@ -230,23 +233,12 @@ class UseOrder:
             self._scopes[-1].views.append(weakref.ref(tensor))
         return None if index is None else _Place(self._parameters[index])
 
-    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Returns the data as they are: a trace has no weights elsewhere."""
-        return data
-
-    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
-        """False: on meta, operators that compute a whole layer have no kernel."""
-        return False
-
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""
         index = self._index[parameter]
         if self.phase() == "forward" and not self._scopes:
             return False  # nothing bounds its lifetime
         return self._is_announced(index)
-
-    def renew(self, view: TrackedView) -> None:
-        """A view stays where it is."""
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         """Notes which weights are written to."""
@@ -263,11 +255,6 @@ class UseOrder:
     def moved(self, tensor: torch.Tensor) -> None:
         """An operator has given a tensor other memory."""
         self.wrote([parameter for parameter in self._parameters if parameter is tensor])
-
-    def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """Records nothing: no weight is read for it."""
-
-    replaces = drops_gradient = reads_gradient
 
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
@@ -317,10 +304,6 @@ class UseOrder:
             return index, detached(tensor)
         with DisableTorchDispatch():  # another tensor, since a node may keep a view, and a module may not
             return index, tensor.detach()
-
-    def stays(self, tensor: torch.Tensor) -> bool:
-        """False: all weights are claimed."""
-        return False
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The running node reads a weight; its uses stay until another node asks."""
