@@ -73,7 +73,9 @@ class Use:
 
 @dataclass(slots=True)
 class _Scope:
-    module: str
+    """What bounds how long weights are in use: a call of a module, an autograd node, or nothing."""
+
+    module: str = ""
     uses: list[int] = field(default_factory=list)
     parameters: set[int] = field(default_factory=set)
     views: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -107,10 +109,8 @@ class UseOrder(AccessListener):
         self._forward_depth = 0  # scopes that were open when backward began
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
         self._last_place = ("", -1)  # what `place` has found for a node, and the node's number; until the next mark
-        self._node = -1  # sequence number of the node that last asked for a weight
-        self._node_uses: list[int] = []
-        self._node_parameters: set[int] = set()
-        self._outside: set[int] = set()  # used in forward while no module was running
+        self._node, self._node_scope = -1, _Scope()  # number of the node that last asked for a weight
+        self._outside = _Scope()  # of forward while no module is running
         self._written: set[int] = set()
         self._choosing: set[str] = set()  # modules that have chosen by values which no trace has
         self._keeping: set[str] = set()  # modules that have kept a view of a weight, beyond what they returned
@@ -194,16 +194,9 @@ class UseOrder(AccessListener):
         found = [self._index.get(parameter) for parameter in parameters]
         indices = [index for index in found if index is not None]
         position = self._record(phase, indices, module, function)
-        if self._in_module(phase):
-            self._scopes[-1].uses.append(position)
-            self._scopes[-1].parameters.update(indices)
-        elif phase != "forward":
-            # No module is running inside this backward: only the end of the node bounds the use.
-            self._enter_node()
-            self._node_uses.append(position)
-            self._node_parameters.update(indices)
-        else:
-            self._outside.update(indices)
+        scope = self._scope(phase)
+        scope.uses.append(position)
+        scope.parameters.update(indices)
 
     def reached(self, storages: Sequence[int], operator: OpOverload) -> None:
         """An operator is about to run on storages. Weights there that no torch function has announced are used here.
@@ -280,8 +273,7 @@ class UseOrder(AccessListener):
         if module in self.results.units and self.phase() == "forward":
             self._unit_position, self._unit_ended = len(self._log), True
         scope = self._scopes.pop()
-        for position in scope.uses:
-            self.uses[position].pin_until = len(self.uses) - 1
+        self._end(scope)
         views = [view for view in scope.views if view() is not None]
         if views and self._scopes:
             self._scopes[-1].views += views
@@ -308,16 +300,16 @@ class UseOrder(AccessListener):
     def unpack(self, handle: Any) -> torch.Tensor:
         """The running node reads a weight; its uses stay until another node asks."""
         index, tensor = handle
-        self._enter_node()
-        self._node_parameters.add(index)
+        scope = self._scope("backward")
+        scope.parameters.add(index)
         last = self.uses[-1]
-        if self._node_uses and self._node_uses[-1] == len(self.uses) - 1 and last.phase == "backward":
+        if scope.uses and scope.uses[-1] == len(self.uses) - 1 and last.phase == "backward":
             if index not in last.parameters:
                 last.parameters.append(index)
         else:
             node = current_autograd_node()
             name = "" if node is None else node.name()
-            self._node_uses.append(self._record("backward", [index], self._place_of_node()[0], name))
+            scope.uses.append(self._record("backward", [index], self._place_of_node()[0], name))
         result: torch.Tensor = tensor
         return result
 
@@ -429,21 +421,21 @@ class UseOrder(AccessListener):
         return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
     def _is_announced(self, index: int) -> bool:
-        """Whether the running module or node has announced a parameter."""
-        phase = self.phase()
-        if self._in_module(phase):
-            innermost = index in self._scopes[-1].parameters
-            return innermost or any(index in scope.parameters for scope in self._scopes)
-        if phase == "forward":
-            return index in self._outside
-        self._enter_node()
-        return index in self._node_parameters
+        """Whether a running module, or else the node, has announced a parameter."""
+        scope = self._scope(self.phase())
+        if index in scope.parameters:
+            return True
+        in_module = bool(self._scopes) and scope is self._scopes[-1]
+        return in_module and any(index in each.parameters for each in self._scopes)
 
-    def _in_module(self, phase: Phase) -> bool:
-        """Whether the innermost running module bounds how long a use lasts."""
+    def _scope(self, phase: Phase) -> _Scope:
+        """The innermost running module if it bounds how long a use lasts, otherwise the autograd node that runs."""
+        if self._scopes and (phase == "forward" or (phase == "recompute" and len(self._scopes) > self._forward_depth)):
+            return self._scopes[-1]
         if phase == "forward":
-            return bool(self._scopes)
-        return phase == "recompute" and len(self._scopes) > self._forward_depth
+            return self._outside
+        self._enter_node()
+        return self._node_scope
 
     def _enter_node(self) -> None:
         """Ends the uses of the previous autograd node once another one runs."""
@@ -454,9 +446,12 @@ class UseOrder(AccessListener):
 
     def _end_node(self) -> None:
         """Ends the uses of an autograd node: another one runs, or backward is over, after which a run unpins too."""
-        for position in self._node_uses:
+        self._end(self._node_scope)
+        self._node, self._node_scope = -1, _Scope()
+
+    def _end(self, scope: _Scope) -> None:
+        for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
-        self._node, self._node_uses, self._node_parameters = -1, [], set()
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)
