@@ -73,7 +73,7 @@ class Use:
 
 @dataclass(slots=True)
 class _Scope:
-    """What bounds how long weights are in use: a call of a module, an autograd node, or nothing."""
+    """Bounds how long weights are in use: the call of a module, an autograd node, or all that is outside of both."""
 
     module: str = ""
     uses: list[int] = field(default_factory=list)
