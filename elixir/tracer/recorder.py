@@ -17,6 +17,7 @@ from elixir.tracer.compiled import FusedCosts
 from elixir.tracer.device.common.autocast import Autocast
 from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
 from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.common.value_branches import asks_for_nan
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
@@ -154,8 +155,8 @@ class Recorder(TorchDispatchMode):
         if value is not None:
             return value.item()
         record = self._ledger.find(tensor)
-        if record is not None and record.operator is aten._is_any_true.default:
-            return False  # anomaly detection looks for a NaN, which would end the step there (`engine.cpp`)
+        if record is not None and asks_for_nan(record.operator, depth=3):
+            return False
         return unknown_number(tensor)
 
     def _compute(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:

@@ -2,10 +2,13 @@
 
 A trace supposes the usual case: no factor of a product is zero, no largest value is NaN. Source: `prod_backward`,
 `cumprod_backward`, `evenly_distribute_backward` in `FunctionsManual.cpp`.
+
+Anomaly detection looks at every gradient (`Engine::evaluate_function` in `engine.cpp`). A NaN would end the step there.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +27,17 @@ def kernels(kind: str) -> dict[str, Callable[..., Any]]:
     if kind == "cpu":  # on CUDA the derivative reads no values
         found |= {name: _extreme(getattr(aten, name).default) for name in ("max", "min", "median")}
     return found
+
+
+def asks_for_nan(made_by: Any, depth: int) -> bool:
+    """Whether a number that is read out is the answer of anomaly detection, which raises if a gradient has a NaN.
+
+    Args:
+        made_by: the operator that made the number.
+        depth: how many Python frames lie between this call and `__torch_dispatch__`, itself included.
+    """
+    by_engine = sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
+    return by_engine and made_by is aten._is_any_true.default
 
 
 class _WithFormula(torch.autograd.Function):
