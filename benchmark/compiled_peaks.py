@@ -26,7 +26,7 @@ from benchmark.observe import observe_step
 from elixir.access.recomputation import recomputing
 from elixir.cli.trial import quiet_profiler
 from elixir.models.layer_units import layers_compiled, repeated_layers
-from elixir.step_trace import UnitActivations
+from elixir.step_trace import StepShape, UnitActivations
 from elixir.units import dtype_name
 
 BELOW_PERCENT = 0.1
@@ -54,7 +54,7 @@ def peak_row(family: str, checkpoint: str, dropout: float, dtype: torch.dtype) -
     uncompiled = predict(model, inp)
     without = time.perf_counter() - started
     activations = tuple(UnitActivations(name, ()) for name in repeated_layers(model).values() if planned)
-    trace = predict(model, inp, compile=True, activations=activations)
+    trace = predict(model, inp, compile=True, shape=StepShape(activations=activations))
     traced = time.perf_counter() - started - without
     with layers_compiled(model, True, keep=True), recomputing(model, activations), quiet_profiler():
         observed = observe_step(model, inp, seeded_step)

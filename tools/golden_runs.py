@@ -271,14 +271,14 @@ def with_moved_activations(model: nn.Module, inp: dict[str, torch.Tensor], step:
     """The trace of a step whose layers keep on the host, in turns, all that they saved and what they were called with."""
     from elixir.access import swapping
     from elixir.hardware import preset
-    from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
+    from elixir.step_trace import INPUT, SAVED, Result, StepShape, UnitActivations
     from elixir.tracer.trace import trace_step
 
     swapping.SMALLEST_BYTES = 16
     turns = ((None, (Result(SAVED, 0),)), ((), (Result(INPUT, 0),)), (None, ()))
     units = trace_step(model, inp, step, hardware=preset("cpu")).units
     choice = tuple(UnitActivations(unit.name, *turns[number % len(turns)]) for number, unit in enumerate(units))
-    return trace_step(model, inp, step, hardware=preset("cpu"), activations=choice)
+    return trace_step(model, inp, step, hardware=preset("cpu"), shape=StepShape(activations=choice))
 
 
 def wrapped(run: Run, homes: str, folder: Path) -> tuple[Any, list[Any]]:

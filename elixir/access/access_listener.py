@@ -17,7 +17,10 @@ class Place(Protocol):
 
 
 class AccessListener(Protocol):
-    """Learns of uses of parameters; tracer and runtime each implement it."""
+    """Learns of uses of parameters; tracer and runtime each implement it.
+
+    One that inherits it need not define what it has no use for: its weights stay where they are.
+    """
 
     claims_saved: bool
     """Whether it may claim tensors that autograd saves. Otherwise `pack` and `unpack` are never called, and autograd
@@ -43,24 +46,30 @@ class AccessListener(Protocol):
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """The tensor to return instead of `data`: ``parameter.data``, or the ``data`` of a view."""
+        return data
 
     def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
         """Whether one operator may read all of them at once."""
+        return False
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the running module or node has announced `parameter`, so that reading a view of it is no new use."""
 
     def renew(self, view: Any) -> None:
         """Called before `view` is read, while its parameter is in use: points it to the parameter's memory."""
+        return
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Called before ``parameter.grad`` is read."""
+        return
 
     def drops_gradient(self, parameter: nn.Parameter) -> None:
         """Called before ``parameter.grad`` is set to None, or deleted."""
+        return
 
     def replaces(self, parameter: nn.Parameter) -> None:
         """Called before ``parameter.data`` is set to another tensor, or ``parameter.set_`` runs."""
+        return
 
     def entered(self, module: nn.Module) -> None:
         """Called when `module` starts to run."""
@@ -73,6 +82,7 @@ class AccessListener(Protocol):
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that `pack` leaves alone is (a view of) a weight, so that no other hooks may move it."""
+        return False
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The tensor of a handle of `pack`, which the running autograd node is about to read."""

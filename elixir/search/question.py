@@ -11,7 +11,7 @@ from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest, check_count
-from elixir.step_trace import StepTrace, UnitActivations
+from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.units import dtype_name, parse_dtype
 
 if TYPE_CHECKING:
@@ -196,12 +196,14 @@ class StepQuestion:
                 model_name=name if shape is None else shape.name,
                 use_fused_kernels=self.use_fused_kernels,
                 compile=self.compile,
-                checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
-                forward=forward,
-                generate=self.generate,
-                lora=self.lora,
-                quantised=self.quantised,
-                activations=self.activations,
+                shape=StepShape(
+                    checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
+                    forward=forward,
+                    generate=self.generate,
+                    lora=self.lora,
+                    quantised=self.quantised,
+                    activations=self.activations,
+                ),
                 kinds=kinds,
             )
 

@@ -191,21 +191,13 @@ class Ledger:
                 peaks[size] = max(peaks[size], live[size])
         return sum(peaks.values())
 
-    def incomplete_gradients(self) -> Int64Array:
-        """Bytes of gradients that autograd still adds to, after every entry of the log."""
+    def gradients(self) -> tuple[Int64Array, Int64Array]:
+        """Bytes of gradients that autograd still adds to, and of those that are complete, or about to be, and with
+        autograd, after every entry of the log."""
         born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        return self._held(
-            (each, int(born_at[each.index]), each.complete_at) for each in self.records if each.complete_at
-        )
-
-    def arriving_gradients(self) -> Int64Array:
-        """Bytes of gradients that are complete, or about to be, and with autograd, after every entry of the log."""
-        born_at = np.flatnonzero(np.asarray(self.log) >= 0)
-        return self._held(  # before `complete_at` it is incomplete
-            (each, max(int(born_at[each.index]), each.complete_at), each.arrived_at)
-            for each in self.records
-            if each.arrived_at
-        )
+        found = [(each, int(born_at[each.index])) for each in self.records if each.arrived_at]
+        incomplete = self._held((each, born, each.complete_at) for each, born in found)
+        return incomplete, self._held((each, max(born, each.complete_at), each.arrived_at) for each, born in found)
 
     def _held(self, times: Iterable[tuple[StorageRecord, int, int]]) -> Int64Array:
         """Bytes of records that count from one length of the log to another, after every entry of the log."""

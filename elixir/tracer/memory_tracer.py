@@ -5,7 +5,6 @@ The four first keys are those of the original Elixir's function of this name; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,22 +12,16 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.tracer.device.common.target import OptimizerKernel
 from elixir.tracer.trace import StepFn, trace_step
-from elixir.tracer.values.expert_choice import Routing
 
 
-def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
+def cuda_memory_profiling(
     model: nn.Module,
     inp: Any,
     step_fn: StepFn,
     dtype: torch.dtype | None = torch.float,
     device: str | HardwareProfile = "h200",
-    *,
-    optimizer: str | None = "AdamW",
-    optimizer_kernel: OptimizerKernel | None = None,
-    routing: Routing | None = None,
-    use_fused_kernels: bool | Mapping[str, str] = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Bytes that one training step takes on `device`, by kind.
 
@@ -38,10 +31,8 @@ def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
         step_fn: ``step_fn(model, inp)`` runs forward, loss and backward.
         dtype: floating parameters and inputs are cast to it; None leaves them.
         device: name of a known machine (``elixir hardware --list``) or a profile.
-        optimizer: class in `torch.optim` whose states are counted; None for none.
-        optimizer_kernel: ``fused``, ``foreach`` or ``for-loop``; None for what `torch.optim` chooses there.
-        routing: which experts tokens go to; balanced by default.
-        use_fused_kernels: as `ElixirModule` will be given it.
+        options: of `trace_step`: `optimizer`, ``"AdamW"`` by default and None for none, `optimizer_kernel`, `routing`,
+            `use_fused_kernels`.
 
     Returns:
         ``param_occ``, ``buffer_occ``, ``grad_occ``: bytes of parameters, buffers, gradients.
@@ -64,17 +55,7 @@ def cuda_memory_profiling(  # noqa: PLR0913 - a public entry point
         250478592
     """
     hardware = preset(device) if isinstance(device, str) else device
-    trace = trace_step(
-        model,
-        inp,
-        step_fn,
-        dtype=dtype,
-        hardware=hardware,
-        optimizer=optimizer,
-        optimizer_kernel=optimizer_kernel,
-        routing=routing,
-        use_fused_kernels=use_fused_kernels,
-    )
+    trace = trace_step(model, inp, step_fn, dtype=dtype, hardware=hardware, **options)
     return {
         "param_occ": trace.param_bytes,
         "buffer_occ": trace.buffer_bytes,

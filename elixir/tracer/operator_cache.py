@@ -15,10 +15,8 @@ the same to the byte, because an operator is remembered only under three conditi
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -97,17 +95,6 @@ def _formulas_take_groups() -> bool:
 _FORMULAS_TAKE_GROUPS = _formulas_take_groups()
 
 
-class Category(enum.Enum):
-    """The effect of an operator on memory."""
-
-    PLAIN = enum.auto()
-    """Its results are new."""
-    VIEW = enum.auto()
-    """Its results alias an argument that it only reads."""
-    MUTATES = enum.auto()
-    """The operator writes to an argument."""
-
-
 class Traits:
     """Facts that never change about an operator, looked up once per dispatch."""
 
@@ -119,8 +106,10 @@ class Traits:
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None
         ]
-        self.category = Category.MUTATES if schema.is_mutable else Category.VIEW if aliased else Category.PLAIN
-        self.views = self.category is Category.VIEW
+        self.mutates = schema.is_mutable
+        """It writes to an argument."""
+        self.views = bool(aliased) and not self.mutates
+        """Its results alias an argument that it only reads."""
         self.call: Callable[..., Any] = _QUICK_VIEWS.get(func, func)
         self.written = tuple((position, name) for position, name, is_write in aliased if is_write)
         """(position, name) of the arguments that it writes to."""
@@ -128,7 +117,7 @@ class Traits:
         names = [argument.name for argument in schema.arguments]
         self.dropout_at = names.index(DROPOUT) if DROPOUT in names else None
         followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
-        self.makes_tensors = followed and self.category is Category.PLAIN and _returns_tensors(schema)
+        self.makes_tensors = followed and not aliased and _returns_tensors(schema)
         """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""
         in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
         self.rewrites_first = followed and in_place and [position for position, _ in self.written] == [0]
@@ -163,15 +152,6 @@ def traits(func: Any) -> Traits:
     if known is None:
         known = KNOWN_TRAITS[id(func)] = Traits(func)
     return known
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one call of an operator on any device."""
-
-    operation: Operation | None
-    """None where no kernel runs."""
-    transient_bytes: int
 
 
 _STRIDED = torch.strided
@@ -252,15 +232,17 @@ Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 """Size, strides and dtype of a remembered tensor, and bytes that the target's allocator takes for its storage."""
 
 
-class Remembered(NamedTuple):
+class Outcome(NamedTuple):
     """The outcome of one operator signature, and how to have it again."""
 
+    operation: Operation | None
+    """The work of one call; None where no kernel runs."""
+    transient_bytes: int
+    """The bytes that a call takes and gives back while it runs."""
     container: type
     """`torch.Tensor` for one tensor; the kind of sequence that several come in."""
     outputs: list[Any]
     """Lengths and absent results as they are, otherwise a `Spec`."""
-    cost: Cost
-    """The cost of one call."""
 
 
 class OperatorCache:
@@ -274,11 +256,12 @@ class OperatorCache:
     def __init__(self, target: Target, enabled: bool = True) -> None:
         self._target = target
         self._enabled = enabled
-        self._seen: dict[Any, Remembered] = {}
+        self._seen: dict[Any, Outcome] = {}
         self._fits: set[Any] = set()
 
-    def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Cost]:
-        """`(result, its tensors, cost)` of a PLAIN operator; `recall` has it from then on if it can be repeated."""
+    def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Outcome]:
+        """`(result, its tensors, outcome)` of an operator that makes something; `recall` has it from then on if it can
+        be repeated."""
         func = op.func
         if op.one_dtype and arguments.all_meta:
             _check_one_dtype(func, arguments.tensors)
@@ -293,7 +276,7 @@ class OperatorCache:
                     f"{user_location()}: {func} gives a {tensor.layout} tensor, and only dense ones can be followed; "
                     "an embedding takes sparse=False"
                 )
-        cost = Cost(
+        outcome = Outcome(
             operation=operation_of(
                 func,
                 arguments.tensors,
@@ -303,17 +286,17 @@ class OperatorCache:
                 row_bytes=self._target.product_row_bytes,
             ),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
+            container=type(result),
+            outputs=[self._spec(item) for item in outputs],
         )
-        key = self._key(op, arguments) if op.makes_tensors else None
-        if key is not None and _repeatable(outputs, arguments.tensors):
-            self._seen[key] = Remembered(type(result), [self._spec(item) for item in outputs], cost)
-        return result, tensors, cost
+        key = self._key(op, arguments)
+        if key is not None and op.makes_tensors and _repeatable(outputs, arguments.tensors):
+            self._seen[key] = outcome
+        return result, tensors, outcome
 
-    def recall(self, op: Traits, arguments: Arguments) -> Remembered | None:
-        """The outcome of a PLAIN operator, if `run` has met the signature before."""
-        if not op.makes_tensors or arguments.key is None or not self._enabled:
-            return None
-        return self._seen.get((op, torch.get_default_dtype(), arguments.key))
+    def recall(self, op: Traits, arguments: Arguments) -> Outcome | None:
+        """The outcome of an operator that makes something, if `run` has met the signature before."""
+        return self._seen.get(self._key(op, arguments))
 
     def _spec(self, item: torch.Tensor | int | None) -> Spec | int | None:
         if not isinstance(item, torch.Tensor):
@@ -322,7 +305,7 @@ class OperatorCache:
         return item.size(), item.stride(), item.dtype, held_bytes
 
     def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        """Result of a MUTATES operator: on meta there is nothing to write, once its arguments are known to fit."""
+        """The result of an operator that mutates: on meta it writes nothing, once its arguments are known to fit."""
         key = self._key(op, arguments) if op.rewrites_first else None
         if key is None:
             return self._call(op, args, kwargs, arguments)

@@ -1,12 +1,10 @@
-"""The optimizer phase of a trace: the states of torch's own optimizer, and its temporaries by a table."""
+"""The optimizer phase of a trace: the states and temporaries of torch's own optimizers, by a table."""
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,30 +13,38 @@ from elixir.errors import InputError, unknown_name
 from elixir.tracer.device.common.target import OptimizerKernel, Target
 from elixir.tracer.ledger import Ledger
 
+_COUNTER_BYTES = 4
+"""A number that an optimizer keeps for each weight, such as its steps, is a float32."""
 
-class _Temporaries(NamedTuple):
-    """Copies of weights that `step()` holds, as observed on the CPU with torch 2.13."""
 
+class _Memory(NamedTuple):
+    """The memory of an optimizer with torch's defaults, SGD's with momentum: copies of weights, unless said
+    otherwise. Temporaries are those of `step()`, as observed on the CPU with torch 2.13."""
+
+    states: int
+    """States of the size of their weight."""
+    counters: int
+    """Numbers kept for each weight."""
     foreach: int
-    """Held of all weights at once."""
+    """Temporaries held of all weights at once."""
     loop: int
-    """Held of the weight that a loop steps."""
+    """Temporaries of the weight that a loop steps."""
     held: int
-    """Still held by the loop of the weight before it."""
+    """Temporaries that the loop still holds of the weight before it."""
 
 
-_TEMPORARIES = {
-    "Adam": _Temporaries(1, 2, 1),
-    "AdamW": _Temporaries(1, 2, 1),
-    "SGD": _Temporaries(0, 0, 0),
-    "RMSprop": _Temporaries(1, 1, 1),
-    "Adagrad": _Temporaries(2, 1, 1),
-    "NAdam": _Temporaries(1, 2, 1),
-    "RAdam": _Temporaries(1, 2, 0),
-    "Adamax": _Temporaries(1, 1, 0),
-    "Adadelta": _Temporaries(2, 2, 1),
+_MEMORY = {
+    "Adam": _Memory(2, 1, 1, 2, 1),
+    "AdamW": _Memory(2, 1, 1, 2, 1),
+    "SGD": _Memory(1, 0, 0, 0, 0),
+    "RMSprop": _Memory(1, 1, 1, 1, 1),
+    "Adagrad": _Memory(1, 1, 2, 1, 1),
+    "NAdam": _Memory(2, 2, 1, 2, 1),
+    "RAdam": _Memory(2, 1, 1, 2, 0),
+    "Adamax": _Memory(2, 1, 1, 1, 0),
+    "Adadelta": _Memory(2, 1, 2, 2, 1),
 }
-_BY_NAME = {name.lower(): name for name in _TEMPORARIES}
+_BY_NAME = {name.lower(): name for name in _MEMORY}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -50,8 +56,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return optimizer
 
 
-@dataclass(frozen=True)
-class OptimizerPhase:
+class OptimizerPhase(NamedTuple):
     """The result of the optimizer's part of a step."""
 
     description: str
@@ -63,47 +68,25 @@ class OptimizerPhase:
 def run_optimizer(
     name: str | None, kernel: OptimizerKernel | None, parameters: list[nn.Parameter], ledger: Ledger, target: Target
 ) -> OptimizerPhase:
-    """Books the states and the temporaries of one `step()` of a steady run.
-
-    The states are those that torch's optimizer makes for one meta parameter of each layout.
-    """
+    """Books the states and the temporaries of one `step()` of a steady run, of the weights that have gradients."""
     if name is None:
         return OptimizerPhase("none", 0)
     cls = optimizer_class(name)
     kernel = _choose_kernel(cls, kernel, target)
-    updated = [parameter for parameter in parameters if parameter.grad is not None]
-    counts = Counter(map(_layout, updated))
-    likes = {layout: _like(*layout) for layout in counts}
-    optimizer = _build(cls, list(likes.values()), kernel)
-    optimizer.step()
-    state_bytes = held_bytes = 0
-    for layout, count in counts.items():
-        for state in optimizer.state[likes[layout]].values():
-            # Fused kernels keep their step counters on the device; the stand-in has them on the host. A target that
-            # is the host has them either way.
-            if isinstance(state, torch.Tensor) and (state.is_meta or kernel == "fused" or target.counts_host_tensors):
-                state_bytes += state.nbytes * count
-                held_bytes += target.round_bytes(state.nbytes) * count
-    ledger.add_bytes(held_bytes, "optimizer", "", "step")
-    sizes = [target.round_bytes(parameter.nbytes) for parameter in updated]
-    found = _TEMPORARIES[cls.__name__]
+    memory = _MEMORY[cls.__name__]
+    # Fused kernels keep their counters on the device, others on the host.
+    counters = memory.counters if kernel == "fused" or target.counts_host_tensors else 0
+    exact = [parameter.nbytes for parameter in parameters if parameter.grad is not None]
+    sizes = list(map(target.round_bytes, exact))
+    counted_bytes = target.round_bytes(_COUNTER_BYTES) * counters * len(sizes)
+    ledger.add_bytes(memory.states * sum(sizes) + counted_bytes, "optimizer", "", "step")
     if kernel == "foreach":
-        ledger.touch(found.foreach * sum(sizes), "", "step")
+        ledger.touch(memory.foreach * sum(sizes), "", "step")
     elif kernel == "for-loop":
-        ledger.touch(max(found.held * before + found.loop * size for before, size in pairwise([0, *sizes])), "", "step")
+        most = max(memory.held * before + memory.loop * size for before, size in pairwise([0, *sizes]))
+        ledger.touch(most, "", "step")
+    state_bytes = memory.states * sum(exact) + _COUNTER_BYTES * counters * len(exact)
     return OptimizerPhase(f"{cls.__name__} ({kernel})", state_bytes)
-
-
-def _layout(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """All of a parameter on which its states depend."""
-    return parameter.size(), parameter.stride(), parameter.dtype
-
-
-def _like(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter with a gradient."""
-    made = nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
-    made.grad = torch.empty_like(made)
-    return made
 
 
 def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | None, target: Target) -> OptimizerKernel:
@@ -114,15 +97,3 @@ def _choose_kernel(cls: type[torch.optim.Optimizer], kernel: OptimizerKernel | N
     if kernel != "for-loop" and kernel not in options:
         raise InputError(f"torch.optim.{cls.__name__} has no {kernel} kernel; leave the kernel to torch")
     return kernel
-
-
-def _build(
-    cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], kernel: OptimizerKernel
-) -> torch.optim.Optimizer:
-    """The optimizer; a fused one is built as foreach, since torch refuses fused kernels on meta."""
-    options: dict[str, Any] = {}
-    if "foreach" in inspect.signature(cls).parameters:
-        options["foreach"] = kernel != "for-loop"
-    if cls is torch.optim.SGD:
-        options |= {"lr": 1e-3, "momentum": 0.9}
-    return cls(parameters, **options)

@@ -25,10 +25,8 @@ from elixir.tracer.operation_kinds import operation_of, passing
 from elixir.tracer.operator_cache import (
     KNOWN_TRAITS,
     Arguments,
-    Category,
-    Cost,
     OperatorCache,
-    Remembered,
+    Outcome,
     Traits,
     count_flops,
     remade,
@@ -148,7 +146,7 @@ class Recorder(TorchDispatchMode):
             arguments = Arguments(args, kwargs)
         if self.host.any and (result := self.host.computed(op, args, kwargs, arguments)) is not NotImplemented:
             return result
-        if op.category is Category.MUTATES:
+        if op.mutates:
             return self._mutate(op, args, kwargs, arguments)
         return self._compute(op, args, kwargs, arguments)
 
@@ -165,22 +163,22 @@ class Recorder(TorchDispatchMode):
         func, (phase, module, node) = op.func, self._order.place()
         if op.matrix_product and self._workspaces and arguments.all_meta:
             self._hold_workspaces(func, args, phase, module)
-        remembered = self._operators.recall(op, arguments)
-        if remembered is not None:
-            result, tensors, cost = self._repeat(func, remembered, module, node)
+        outcome = self._operators.recall(op, arguments)
+        if outcome is not None:
+            result, tensors = self._repeat(func, outcome, module, node)
             real = False
         else:
-            result, tensors, cost = self._operators.run(op, args, kwargs, arguments)
+            result, tensors, outcome = self._operators.run(op, args, kwargs, arguments)
             real = bool(tensors) and tensors[0].device.type != "meta"
             if real and not self._target.counts_host_tensors:
                 return result
             for tensor in tensors:
                 self._ledger.add(tensor, "activations", module, func).node = node
-        if cost.transient_bytes:
-            self._ledger.touch(cost.transient_bytes, module, func)
+        if outcome.transient_bytes:
+            self._ledger.touch(outcome.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
-        operation = cost.operation
+        operation = outcome.operation
         if operation is not None:
             operation = self._cost(operation, arguments.storages, tensors)
         self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
@@ -223,29 +221,20 @@ class Recorder(TorchDispatchMode):
             self._order.chooses()
             self._routing.route(self._shadows, self._order.innermost(), choice)
 
-    def _repeat(
-        self, func: Any, remembered: Remembered, module: str, node: int
-    ) -> tuple[Any, list[torch.Tensor], Cost]:
-        """`(result, its tensors, cost)` as remembered, and booked: the way of nearly all operators that make
-        something."""
-        follow = self._ledger.follow
-        if remembered.container is torch.Tensor:
-            spec = remembered.outputs[0]
-            result: Any = remade(spec)
-            tensors = [result]
-            follow(result, spec[3], module, func, node)
-        else:
-            outputs, tensors = [], []
-            for output in remembered.outputs:
-                if type(output) is tuple:
-                    tensor = remade(output)
-                    follow(tensor, output[3], module, func, node)
-                    outputs.append(tensor)
-                    tensors.append(tensor)
-                else:
-                    outputs.append(output)
-            result = outputs if remembered.container is list else tuple(outputs)
-        return result, tensors, remembered.cost
+    def _repeat(self, func: Any, outcome: Outcome, module: str, node: int) -> tuple[Any, list[torch.Tensor]]:
+        """The result and its tensors as remembered, and booked: the way of nearly all operators that make something."""
+        outputs, tensors = [], []
+        for output in outcome.outputs:
+            if type(output) is tuple:
+                tensor = remade(output)
+                self._ledger.follow(tensor, output[3], module, func, node)
+                outputs.append(tensor)
+                tensors.append(tensor)
+            else:
+                outputs.append(output)
+        if outcome.container is torch.Tensor:
+            return outputs[0], tensors
+        return outputs if outcome.container is list else tuple(outputs), tensors
 
     def _mutate(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         written = []
@@ -335,7 +324,12 @@ class Recorder(TorchDispatchMode):
                 return item
             origin = item._base if item._is_view() else item
             if origin is not None and origin.requires_grad:
-                raise TraceError(f"{user_location()}: {self.user_objects.refusal_of(origin)}")
+                raise TraceError(
+                    f"{user_location()}: step_fn combines the model it is given with a CPU tensor of shape "
+                    f"{tuple(origin.shape)} that needs a gradient and is no weight of that model, the only one that is "
+                    "traced and planned for; freeze a second model that is not trained with requires_grad_(False), or "
+                    "detach the tensor"
+                )
             tensor = torch.empty_like(item, device="meta")
             self._ledger.add(tensor, "activations", "", "copy of a CPU tensor")
             if self._target.counts_host_tensors:

@@ -62,14 +62,15 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
     # A steady step has its states from the start; in the trace they come after backward.
     optimizer_bytes = state_bytes + int(curve.without("optimizer")[end:].max(initial=0))
     operations, numbers = _distinct(order)
-    arriving = ledger.arriving_gradients()[:end] if hears_gradients else None
-    accesses = _accesses(order, activations + ledger.incomplete_gradients()[:end], arriving, numbers)
+    incomplete, arriving = (each[:end] for each in ledger.gradients())
+    accesses = _accesses(order, activations + incomplete, arriving if hears_gradients else None, numbers)
     in_order = order.in_order()
+    places = {position: number for number, position in enumerate(in_order)}
     accesses = _in_order(accesses, in_order) if step.generate is None else _last_call(accesses, order.calls[-1])
     return StepTrace(
         **identity,  # type: ignore[arg-type]
         optimizer=optimizer.description,
-        parameters=_parameters(traced, order, in_order, trains=not step.forward),
+        parameters=_parameters(traced, order, places, trains=not step.forward),
         param_bytes=sum(parameter.nbytes for parameter in traced.names),
         grad_bytes=sum(p.grad.nbytes for p in traced.names if p.grad is not None),
         optimizer_bytes=optimizer.state_bytes,
@@ -96,19 +97,18 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         assumptions=assumptions + _unverified(unverified, alive, backward_bytes),
         trace_s=time.perf_counter() - started,
         step=step,
-        transfers=_transfers(order, in_order) if step.generate is None else (),
+        transfers=_transfers(order, places) if step.generate is None else (),
         host_peak_bytes=ledger.host_peak_bytes(),
         forwards=order.results.rerunnable_forwards(step.units, accesses, numbers),
     )
 
 
-def _transfers(order: UseOrder, positions: list[int]) -> tuple[Transfer, ...]:
+def _transfers(order: UseOrder, places: Mapping[int, int]) -> tuple[Transfer, ...]:
     """Copies over the link, by accesses; without those in calls that are no part of the order."""
-    numbers = {position: number for number, position in enumerate(positions)}
     return tuple(
-        replace(each, begins=numbers[each.begins], ends=numbers[each.ends])
+        replace(each, begins=places[each.begins], ends=places[each.ends])
         for each in order.transfers
-        if each.begins in numbers and each.ends in numbers
+        if each.begins in places and each.ends in places
     )
 
 
@@ -126,8 +126,9 @@ def _distinct(order: UseOrder) -> tuple[dict[Operation, int], dict[int, int]]:
     return operations, numbers
 
 
-def _parameters(traced: TracedModel, order: UseOrder, in_order: list[int], *, trains: bool) -> tuple[ParamInfo, ...]:
-    numbers: dict[int | None, int] = {position: number for number, position in enumerate(in_order)}
+def _parameters(
+    traced: TracedModel, order: UseOrder, places: Mapping[int, int], *, trains: bool
+) -> tuple[ParamInfo, ...]:
     return tuple(
         ParamInfo(
             name=aliases[0],
@@ -135,7 +136,7 @@ def _parameters(traced: TracedModel, order: UseOrder, in_order: list[int], *, tr
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad and trains,
-            grad_access=numbers.get(order.grad_use.get(index)),
+            grad_access=places.get(order.grad_use.get(index, -1)),
             grad_arrivals=order.grad_arrivals.get(index, 0),
         )
         for index, (parameter, aliases) in enumerate(traced.names.items())

@@ -30,7 +30,7 @@ from elixir.models.model_fingerprint import fingerprint
 from elixir.models.module_state import ModuleState
 from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.models.step import check_step
-from elixir.step_trace import StepShape, StepTrace, Unit, UnitActivations
+from elixir.step_trace import StepShape, StepTrace, Unit
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.autograd_in_place import references_when_alone
@@ -82,12 +82,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
     use_fused_kernels: bool | Mapping[str, str] = False,
     compile: bool = False,
     generated_code: bool = True,
-    checkpoint: str | None = None,
-    forward: bool = False,
-    generate: tuple[int, int] | None = None,
-    lora: int | None = None,
-    quantised: str | None = None,
-    activations: tuple[UnitActivations, ...] = (),
+    shape: StepShape = StepShape(),  # noqa: B008 - frozen
     kinds: Kinds | None = None,
 ) -> StepTrace:
     """Traces one training step of `model` as `hardware` would run it. Needs no GPU and allocates no weights.
@@ -110,14 +105,11 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         compile: whether the layers that the model repeats will be compiled; those compiled already count anyway.
         generated_code: whether layers that inductor compiles are traced as the code that it generates, if it
             can. Otherwise they are traced uncompiled, which takes a few seconds less for each kind of layer.
-        checkpoint: how `elixir.models.build` was asked to checkpoint activations, if model, input and step all follow
-            from a name; written down as `StepShape.checkpoint`.
-        forward: nothing is trained: `step_fn` runs without gradients, and no optimizer steps.
-        generate: `step_fn` is `elixir.models.generation.generation_step` of these numbers. The trace is then of its
-            last call of the model, with the memory of both.
-        lora: how `elixir.models.build` was asked for adapters, written down likewise.
-        quantised: how it was asked for quantised weights, written down likewise.
-        activations: of these units, what is kept, made again or moved, whatever the model does.
+        shape: how the step was asked for; the trace fills in its size. Three fields change what is traced. With
+            `forward`, `step_fn` runs without gradients, and no optimizer steps. With `generate`, `step_fn` is
+            `elixir.models.step.generation_step` of these numbers, and the trace is of its last call of the
+            model, with the memory of both. `activations` of units are kept, made again or moved, whatever the model
+            does.
         kinds: a dict that traces of the same step share, so that each kind of compiled layer is compiled once.
 
     Raises:
@@ -132,7 +124,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         layers = layer_units(model, compile=compile)
         compiled = _compiled(model, layers)
         batch, inputs = meta_input(inp, dtype)
-        known_by = fingerprint(model, forward=forward)  # a step may freeze weights
+        known_by = fingerprint(model, forward=shape.forward)  # a step may freeze weights
         parameters = traced.parameters
         ledger = Ledger(target.round_bytes)
         shadows = Shadows(ledger)
@@ -149,8 +141,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
-        shape = StepShape(units=tuple(layers.values()), activations=activations)
-        swapping = Swapping(model, shape, recorder.host)
+        swapping = Swapping(model, replace(shape, units=tuple(layers.values())), recorder.host)
         references_when_alone()
         fused = FusedKernels(model, use_fused_kernels, target.kind)
         code = CompiledLayers(
@@ -162,17 +153,17 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             as_written=not generated_code,
         )
         recorder.fused_costs = code.fused_costs
-        state = None if forward else ModuleState(model)
+        state = None if shape.forward else ModuleState(model)
         try:
             with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
                 with (
                     routed(target),
-                    recomputing(model, activations, swapping),
+                    recomputing(model, shape.activations, swapping),
                     restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),
                     _compiled_regions_run_eagerly(),
-                    torch.set_grad_enabled(torch.is_grad_enabled() and not forward),
+                    torch.set_grad_enabled(torch.is_grad_enabled() and not shape.forward),
                 ):
-                    _run_step(traced, batch, step_fn, recorder, order, ledger, code.generated, trains=not forward)
+                    _run_step(traced, batch, step_fn, recorder, order, ledger, code.generated, trains=not shape.forward)
                 changed = None if state is None else state.changed()
                 order.finish()
                 order.join_units(compiled)
@@ -198,20 +189,14 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 unverified=target.unverified,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
-                step=_shape_of(
-                    inp,
-                    [real for _, real in inputs if real.dim()],
-                    generate,
+                step=replace(
+                    _sized(shape, inp, [real for _, real in inputs if real.dim()]),
                     fused_kernels=bool(fused.counts),
-                    checkpoint=checkpoint,
                     units=units,
-                    forward=forward,
                     changed_state=changed,
-                    lora=lora,
-                    quantised=quantised,
                     activations=tuple(
                         replace(each, swap_bytes=swapping.moved_bytes[each.unit]) if each.swap else each
-                        for each in activations
+                        for each in shape.activations
                     ),
                 ),
             )
@@ -309,13 +294,13 @@ def _units_of(layers: Collection[Unit], order: UseOrder) -> tuple[Unit, ...]:
     )
 
 
-def _shape_of(inp: Any, tensors: Sequence[torch.Tensor], generate: tuple[int, int] | None, **asked: Any) -> StepShape:
-    """The size of the input by its `tensors` that have a first dimension, next to how the step was asked for."""
+def _sized(shape: StepShape, inp: Any, tensors: Sequence[torch.Tensor]) -> StepShape:
+    """The shape with the size of the input, by its `tensors` that have a first dimension."""
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
     first = ids if tokens is not None else next(iter(tensors), None)
     samples = None if first is None else len(first)
-    return StepShape(samples=samples, tokens=tokens if generate is None else samples, generate=generate, **asked)
+    return replace(shape, samples=samples, tokens=tokens if shape.generate is None else samples)
 
 
 def _assumptions(traced: TracedModel, target: Target, shadows: Shadows, fused: FusedKernels) -> tuple[str, ...]:

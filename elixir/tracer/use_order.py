@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
@@ -72,7 +73,9 @@ class Use:
 
 @dataclass(slots=True)
 class _Scope:
-    module: str
+    """Bounds how long weights are in use: the call of a module, an autograd node, or all that is outside of both."""
+
+    module: str = ""
     uses: list[int] = field(default_factory=list)
     parameters: set[int] = field(default_factory=set)
     views: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -85,8 +88,10 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
 
 
-class UseOrder:
+class UseOrder(AccessListener):
     """The listener of a trace: records uses, knows the running module and the phase.
+
+    On meta, operators that compute a whole layer have no kernel: there is room for no weights at once.
 
     Args:
         traced: the model that is traced.
@@ -104,10 +109,8 @@ class UseOrder:
         self._forward_depth = 0  # scopes that were open when backward began
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
         self._last_place = ("", -1)  # what `place` has found for a node, and the node's number; until the next mark
-        self._node = -1  # sequence number of the node that last asked for a weight
-        self._node_uses: list[int] = []
-        self._node_parameters: set[int] = set()
-        self._outside: set[int] = set()  # used in forward while no module was running
+        self._node, self._node_scope = -1, _Scope()  # number of the node that last asked for a weight
+        self._outside = _Scope()  # of forward while no module is running
         self._written: set[int] = set()
         self._choosing: set[str] = set()  # modules that have chosen by values which no trace has
         self._keeping: set[str] = set()  # modules that have kept a view of a weight, beyond what they returned
@@ -191,16 +194,9 @@ class UseOrder:
         found = [self._index.get(parameter) for parameter in parameters]
         indices = [index for index in found if index is not None]
         position = self._record(phase, indices, module, function)
-        if self._in_module(phase):
-            self._scopes[-1].uses.append(position)
-            self._scopes[-1].parameters.update(indices)
-        elif phase != "forward":
-            # No module is running inside this backward: only the end of the node bounds the use.
-            self._enter_node()
-            self._node_uses.append(position)
-            self._node_parameters.update(indices)
-        else:
-            self._outside.update(indices)
+        scope = self._scope(phase)
+        scope.uses.append(position)
+        scope.parameters.update(indices)
 
     def reached(self, storages: Sequence[int], operator: OpOverload) -> None:
         """An operator is about to run on storages. Weights there that no torch function has announced are used here.
@@ -230,23 +226,12 @@ class UseOrder:
             self._scopes[-1].views.append(weakref.ref(tensor))
         return None if index is None else _Place(self._parameters[index])
 
-    def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Returns the data as they are: a trace has no weights elsewhere."""
-        return data
-
-    def has_room_for(self, parameters: list[nn.Parameter]) -> bool:
-        """False: on meta, operators that compute a whole layer have no kernel."""
-        return False
-
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""
         index = self._index[parameter]
         if self.phase() == "forward" and not self._scopes:
             return False  # nothing bounds its lifetime
         return self._is_announced(index)
-
-    def renew(self, view: TrackedView) -> None:
-        """A view stays where it is."""
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         """Notes which weights are written to."""
@@ -263,11 +248,6 @@ class UseOrder:
     def moved(self, tensor: torch.Tensor) -> None:
         """An operator has given a tensor other memory."""
         self.wrote([parameter for parameter in self._parameters if parameter is tensor])
-
-    def reads_gradient(self, parameter: nn.Parameter) -> None:
-        """Records nothing: no weight is read for it."""
-
-    replaces = drops_gradient = reads_gradient
 
     def entered(self, module: nn.Module) -> None:
         """A module starts."""
@@ -293,8 +273,7 @@ class UseOrder:
         if module in self.results.units and self.phase() == "forward":
             self._unit_position, self._unit_ended = len(self._log), True
         scope = self._scopes.pop()
-        for position in scope.uses:
-            self.uses[position].pin_until = len(self.uses) - 1
+        self._end(scope)
         views = [view for view in scope.views if view() is not None]
         if views and self._scopes:
             self._scopes[-1].views += views
@@ -318,23 +297,19 @@ class UseOrder:
         with DisableTorchDispatch():  # another tensor, since a node may keep a view, and a module may not
             return index, tensor.detach()
 
-    def stays(self, tensor: torch.Tensor) -> bool:
-        """False: all weights are claimed."""
-        return False
-
     def unpack(self, handle: Any) -> torch.Tensor:
         """The running node reads a weight; its uses stay until another node asks."""
         index, tensor = handle
-        self._enter_node()
-        self._node_parameters.add(index)
+        scope = self._scope("backward")
+        scope.parameters.add(index)
         last = self.uses[-1]
-        if self._node_uses and self._node_uses[-1] == len(self.uses) - 1 and last.phase == "backward":
+        if scope.uses and scope.uses[-1] == len(self.uses) - 1 and last.phase == "backward":
             if index not in last.parameters:
                 last.parameters.append(index)
         else:
             node = current_autograd_node()
             name = "" if node is None else node.name()
-            self._node_uses.append(self._record("backward", [index], self._place_of_node()[0], name))
+            scope.uses.append(self._record("backward", [index], self._place_of_node()[0], name))
         result: torch.Tensor = tensor
         return result
 
@@ -446,21 +421,21 @@ class UseOrder:
         return tuple(sorted(regions, key=lambda name: forward.get(name, -1)))
 
     def _is_announced(self, index: int) -> bool:
-        """Whether the running module or node has announced a parameter."""
-        phase = self.phase()
-        if self._in_module(phase):
-            innermost = index in self._scopes[-1].parameters
-            return innermost or any(index in scope.parameters for scope in self._scopes)
-        if phase == "forward":
-            return index in self._outside
-        self._enter_node()
-        return index in self._node_parameters
+        """Whether a running module, or else the node, has announced a parameter."""
+        scope = self._scope(self.phase())
+        if index in scope.parameters:
+            return True
+        in_module = bool(self._scopes) and scope is self._scopes[-1]
+        return in_module and any(index in each.parameters for each in self._scopes)
 
-    def _in_module(self, phase: Phase) -> bool:
-        """Whether the innermost running module bounds how long a use lasts."""
+    def _scope(self, phase: Phase) -> _Scope:
+        """The innermost running module if it bounds how long a use lasts, otherwise the autograd node that runs."""
+        if self._scopes and (phase == "forward" or (phase == "recompute" and len(self._scopes) > self._forward_depth)):
+            return self._scopes[-1]
         if phase == "forward":
-            return bool(self._scopes)
-        return phase == "recompute" and len(self._scopes) > self._forward_depth
+            return self._outside
+        self._enter_node()
+        return self._node_scope
 
     def _enter_node(self) -> None:
         """Ends the uses of the previous autograd node once another one runs."""
@@ -471,9 +446,12 @@ class UseOrder:
 
     def _end_node(self) -> None:
         """Ends the uses of an autograd node: another one runs, or backward is over, after which a run unpins too."""
-        for position in self._node_uses:
+        self._end(self._node_scope)
+        self._node, self._node_scope = -1, _Scope()
+
+    def _end(self, scope: _Scope) -> None:
+        for position in scope.uses:
             self.uses[position].pin_until = len(self.uses) - 1
-        self._node, self._node_uses, self._node_parameters = -1, [], set()
 
     def _record(self, phase: Phase, parameters: list[int], module: str, operator: str) -> int:
         position = len(self.uses)

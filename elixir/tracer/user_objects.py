@@ -5,8 +5,9 @@ numbers that nobody has and with a batch that nobody trains. So what it can reac
 the model, the step function and the batch, through containers, attributes of objects, closures and defaults of
 functions, and containers that the step function itself names. Tensors are copied once something writes to them.
 
-Not looked at are other names of modules and attributes of classes, slots, caches of functions and arrays of NumPy, nor
-most objects of Python's own library (locks, queues, threads) and of PyTorch, nor data sets and loaders.
+Not looked at are the entries of containers that hold a thousand or more, other names of modules and attributes of
+classes, slots, caches of functions and arrays of NumPy, nor most objects of Python's own library (locks, queues,
+threads) and of PyTorch, nor data sets and loaders.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from elixir.tracer.values.unknown_number import is_user_code
 logger = logging.getLogger(__name__)
 
 MOST_ENTRIES = 1_000_000
-"""Limit on remembered entries of containers, about 8 bytes and 50 ns each."""
+"""Limit on entries that are looked into, about 50 ns each."""
 
 ENTRIES_OF_OBJECT = 20
 """Entries as which one object counts: looking at it takes 8 us."""
 
 MANY_ENTRIES = 1_000
-"""Entries from which a container counts as data, which is looked at last: a list of samples, each with its tokens, does
-not keep a counter from being remembered."""
+"""Entries from which a container counts as data: it is put back, but a list of samples, each with its tokens, is not
+looked into."""
 
 _VALUES = frozenset(
     (int, float, complex, str, bytes, bool, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device,
@@ -63,13 +64,26 @@ _CONTAINERS: dict[Any, Callable[[Any, Any], None]] = {
     collections.deque: collections.deque.extend,
 }
 """Class of containers -> how an empty one is filled."""
-_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+_STATES: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (types.CellType, lambda cell: cell.cell_contents, lambda cell, held: setattr(cell, "cell_contents", held)),
     (random.Random, random.Random.getstate, random.Random.setstate),
     (np.random.RandomState, lambda found: found.get_state(), lambda found, state: found.set_state(state)),
     (np.random.BitGenerator, lambda found: found.state, lambda found, state: setattr(found, "state", state)),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
 )
-"""Class of random generators -> how their state is read and set."""
+"""Class of objects that hold one thing, such as random generators -> how that is read and set."""
+_REACHED: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    ((tuple, frozenset), lambda held: held if len(held) < MANY_ENTRIES else ()),
+    (
+        types.FunctionType,
+        lambda made: (*(made.__closure__ or ()), made.__defaults__, made.__kwdefaults__, vars(made)),
+    ),
+    (types.MethodType, lambda method: (method.__func__, method.__self__)),
+    (types.BuiltinFunctionType, lambda method: (method.__self__,)),  # a list's append
+    (functools.partial, lambda call: (call.func, call.args, call.keywords)),
+    (np.random.Generator, lambda generator: (generator.bit_generator,)),
+)
+"""Class of objects that stay as they are -> what is reached through them."""
 
 
 @contextlib.contextmanager
@@ -154,27 +168,23 @@ class UserObjects:
         """Is called with tensors that are about to be written to."""
         self._seen: dict[int, Any] = {}
         self._ahead: collections.deque[Any] = collections.deque()
-        self._data: collections.deque[Any] = collections.deque()
-        """Wide containers and their entries."""
         self._entries = 0
         self._containers: list[tuple[Any, Any, Any]] = []
         """The class that fills it, the container, and what it held."""
-        self._cells: list[tuple[types.CellType, Any]] = []
-        self._generators: list[Callable[[], Any]] = []
+        self._states: list[Callable[[], Any]] = []
 
     def remember(self, roots: Iterable[Any]) -> None:
         """Looks at all that can be reached."""
         self._push(roots)
-        while self._ahead or self._data:
+        while self._ahead:
+            item = self._ahead.popleft()
             if self._entries > MOST_ENTRIES:
-                logger.log(
-                    logging.WARNING if self._ahead else logging.INFO,
+                logger.warning(
                     "the step reaches more objects than are looked into, so its trace may change a %s or its like; "
                     "hold samples in a torch.utils.data.Dataset, which is not looked into",
-                    type((self._ahead or self._data)[0]).__name__,
+                    type(item).__name__,
                 )
                 return
-            item = (self._ahead or self._data).popleft()
             # A proxy may raise anything when it is asked for its class; nothing that a step changes is lost by it.
             with contextlib.suppress(Exception):
                 self._look_at(item)
@@ -182,45 +192,14 @@ class UserObjects:
     def restore(self) -> None:
         """Puts changed values back."""
         changed = [each for each in self._containers if (each[1] or each[2]) and not _same(*each)]  # most are empty
-        uninterrupted(
-            [
-                self._written.restore,
-                *(functools.partial(_put_back, *each) for each in changed),
-                *(functools.partial(setattr, cell, "cell_contents", content) for cell, content in self._cells),
-                *self._generators,
-            ]
-        )
+        back = [functools.partial(_put_back, *each) for each in changed]
+        uninterrupted([self._written.restore, *back, *self._states])
 
-    def refusal_of(self, weight: torch.Tensor) -> str:
-        """The reason why a tensor that needs a gradient cannot take part in a trace, and what to do."""
-        holder = next(self._holders_of(weight), None)
-        if holder is None:
-            return (
-                "step_fn combines the model it is given with a CPU tensor that needs a gradient and is no weight of "
-                "that model; detach it, or make it on the input's device; if it is of a second model that is not "
-                "trained, freeze that with requires_grad_(False)"
-            )
-        return (
-            f"step_fn runs {holder}, a second model whose weights need gradients, but only the model it is given is "
-            "traced and planned for; if the second one is not trained, freeze it with requires_grad_(False)"
-        )
-
-    def _holders_of(self, weight: torch.Tensor) -> Iterator[str]:
-        """Names of the holders of a weight's module; an attribute of an object comes before the module itself."""
-        for item in self._seen.values():
-            for name, value in getattr(item, "__dict__", {}).items():
-                if _has(value, weight):
-                    yield f"{name!r} of the {type(item).__name__}"
-        for item in self._seen.values():
-            if _has(item, weight):
-                yield f"a {type(item).__name__}"
-
-    def _push(self, items: Iterable[Any], *, wide: bool = False) -> None:
+    def _push(self, items: Iterable[Any]) -> None:
         for item in items:
             kind = type(item)
             if kind not in _VALUES:
-                later = wide or (kind in _CONTAINERS and len(item) >= MANY_ENTRIES)
-                (self._data if later else self._ahead).append(item)
+                self._ahead.append(item)
             elif self._writes_unseen and kind is torch.Tensor:
                 self.before_write(item)
 
@@ -229,25 +208,13 @@ class UserObjects:
             return
         self._seen[id(item)] = item
         self._entries += ENTRIES_OF_OBJECT
-        if isinstance(item, (dict, list, set, collections.deque)):
-            self._container(item)
-        elif isinstance(item, (tuple, frozenset)):
-            self._push(item, wide=len(item) >= MANY_ENTRIES)
-        elif isinstance(item, types.FunctionType):
-            for cell in item.__closure__ or ():
-                self._cell(cell)
-            self._push((item.__defaults__, item.__kwdefaults__, vars(item)))
-        elif isinstance(item, types.MethodType):
-            self._push((item.__func__, item.__self__))
-        elif isinstance(item, types.BuiltinFunctionType):
-            self._push((item.__self__,))  # a list's append
-        elif isinstance(item, functools.partial):
-            self._push((item.func, item.args, item.keywords))
-        elif isinstance(item, np.random.Generator):
-            self._push((item.bit_generator,))
-        elif isinstance(item, nn.Module):
+        if isinstance(item, nn.Module):
             self._module(item)
-        elif not isinstance(item, _LEFT_ALONE):
+        elif isinstance(item, tuple(_CONTAINERS)):
+            self._container(item)
+        elif isinstance(item, _LEFT_ALONE) or any(self._passes(item, *each) for each in _REACHED):
+            return
+        elif not any(self._holds(item, *each) for each in _STATES):
             self._object(item)
 
     def _container(self, held: Any) -> None:
@@ -255,8 +222,9 @@ class UserObjects:
         is_dict = issubclass(kind, dict)
         before = dict(kind.items(held)) if is_dict else kind(held)
         self._containers.append((kind, held, before))
-        self._entries += len(before)
-        self._push(before.values() if is_dict else before, wide=len(before) >= MANY_ENTRIES)
+        if len(before) < MANY_ENTRIES:
+            self._entries += len(before)
+            self._push(before.values() if is_dict else before)
         if hasattr(held, "__dict__"):
             self._push((vars(held),))
 
@@ -275,26 +243,27 @@ class UserObjects:
             else:
                 self._push((value,))
 
-    def _cell(self, cell: types.CellType) -> None:
-        with contextlib.suppress(ValueError):  # it is empty
-            self._cells.append((cell, cell.cell_contents))
-            self._push((cell.cell_contents,))
+    def _passes(self, item: Any, kind: Any, reached: Callable[[Any], Iterable[Any]]) -> bool:
+        if isinstance(item, kind):
+            self._push(reached(item))
+            return True
+        return False
+
+    def _holds(self, item: Any, kind: type, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> bool:
+        if isinstance(item, kind):
+            before = read(item)  # an empty cell raises, and stays as it is
+            self._states.append(functools.partial(write, item, before))
+            self._push((before,))
+            return True
+        return False
 
     def _object(self, item: Any) -> None:
-        for generator, read, write in _GENERATORS:
-            if isinstance(item, generator):
-                self._generators.append(functools.partial(write, item, read(item)))
-                return
         kind: Any = type(item)
         held = getattr(item, "__dict__", None)
         if not isinstance(held, dict) or not _is_looked_into(kind):
             return
         if _is_of_user(kind) or not any(isinstance(value, _OF_THREADS) for value in held.values()):
             self._push((held,))  # otherwise other threads may change it meanwhile, and that must not be undone
-
-
-def _has(item: Any, weight: torch.Tensor) -> bool:
-    return isinstance(item, nn.Module) and any(parameter is weight for parameter in item.parameters())
 
 
 def _put_back(kind: Any, held: Any, before: Any) -> None:

@@ -15,7 +15,7 @@ from elixir.plan.plan import Plan
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
-from elixir.step_trace import INPUT, Result, StepTrace, UnitActivations
+from elixir.step_trace import INPUT, Result, StepShape, StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
@@ -79,7 +79,9 @@ def plan_for(
     profile = profile_for("cpu")
 
     def traced(*activations: UnitActivations) -> StepTrace:
-        return trace_step(model, batch, lambda m, b: loss(m, b).backward(), hardware=profile, activations=activations)
+        return trace_step(
+            model, batch, lambda m, b: loss(m, b).backward(), hardware=profile, shape=StepShape(activations=activations)
+        )
 
     trace = traced(*(UnitActivations(name, ()) for name in repeated_layers(model).values() if again))
     if on_host:

@@ -30,7 +30,7 @@ from elixir.search.searches import answer_to
 from elixir.search.simulator.rates import Rates
 from elixir.show import tables
 from elixir.show.plan_map import plot_plan
-from elixir.step_trace import Result, StepTrace, UnitActivations
+from elixir.step_trace import Result, StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case, case
 from tests.common.tracing import CPU, cpu_trace, sum_step
@@ -80,7 +80,10 @@ def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
     whole = cpu_trace(it.model, it.inp, step_of(it))
     kept = kept_of(whole)
     count = int(share * len(kept.changes))
-    mine, traced = kept.filled(count), cpu_trace(it.model, it.inp, step_of(it), activations=kept.activations(count))
+    mine, traced = (
+        kept.filled(count),
+        cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=kept.activations(count))),
+    )
     assert mine.units == traced.units
     assert mine.flops == traced.flops
     assert len(mine.accesses) == len(traced.accesses)
@@ -94,7 +97,10 @@ def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(
     it = calling(wide(layers=2), calls)
     kept = kept_of(cpu_trace(it.model, it.inp, step_of(it)))
     count = len(kept.changes) // 2
-    mine, traced = kept.filled(count), cpu_trace(it.model, it.inp, step_of(it), activations=kept.activations(count))
+    mine, traced = (
+        kept.filled(count),
+        cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=kept.activations(count))),
+    )
     assert {each.keep == () for each in mine.step.activations} == {False}
     assert mine.flops == traced.flops
     assert len(mine.accesses) == len(traced.accesses)
@@ -233,7 +239,7 @@ def test_levers_choose_activations() -> None:
 def test_the_table_and_the_picture_show_what_units_keep() -> None:
     keep = (Result("aten.mm.default", 0), Result("aten._scaled_dot_product_flash_attention_for_cpu.default", 0))
     units = tuple(UnitActivations(f"layers.{n}", keep if n < 2 else None) for n in range(3))
-    trace = cpu_trace(Stack(), INP, sum_step, activations=units)
+    trace = cpu_trace(Stack(), INP, sum_step, shape=StepShape(activations=units))
     plan = plan_from_trace(trace, CPU, 1, device_memory="1GiB", host_budget="1GiB").plan
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(tables.activations_table(plan))

@@ -14,6 +14,7 @@ from elixir.errors import InputError
 from elixir.models.step import generation_input, generation_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
+from elixir.step_trace import StepShape
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.tiny_models import tiny
@@ -85,8 +86,8 @@ def test_a_generation_is_planned_with_its_prompt_and_its_full_cache(family: str)
     given = model(family)
     inp = generation_input(given, batch=2, prompt=PROMPT, new=NEW)
     step = generation_step(PROMPT, NEW)
-    traced = cpu_trace(given, inp, step, forward=True, generate=(PROMPT, NEW))
-    decode = cpu_trace(given, {"input_ids": inp["input_ids"][:, :1]}, _forward, forward=True)
+    traced = cpu_trace(given, inp, step, shape=StepShape(forward=True, generate=(PROMPT, NEW)))
+    decode = cpu_trace(given, {"input_ids": inp["input_ids"][:, :1]}, _forward, shape=StepShape(forward=True))
     assert [access.parameters for access in traced.accesses] == [access.parameters for access in decode.accesses]
     assert traced.flops >= decode.flops
     assert traced.step.tokens == 2

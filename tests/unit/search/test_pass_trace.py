@@ -20,7 +20,7 @@ from elixir.search.problem.swapped_trace import FIRST_INPUT, movable_inputs, wit
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import StepTrace, UnitActivations
+from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from tests.common.one_pass import Stack, batches, family, hf_loss, square_loss, vectors
 
@@ -132,7 +132,11 @@ def test_inputs_on_the_host_are_predicted_as_they_are_traced(name: str) -> None:
 
     def traced(*activations: UnitActivations) -> StepTrace:
         return trace_step(
-            made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=profile_for("cpu"), activations=activations
+            made,
+            batch,
+            lambda m, b: hf_loss(m, b).backward(),
+            hardware=profile_for("cpu"),
+            shape=StepShape(activations=activations),
         )
 
     plain = traced()

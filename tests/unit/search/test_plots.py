@@ -12,7 +12,7 @@ import pytest
 from elixir.errors import InputError
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import HOME_COLOURS, order_of_use, plot_plan
-from elixir.show.style import gib, picture_format, render, save, shorten
+from elixir.show.style import gib, picture_format, render, shorten
 from elixir.step_trace import CurveSample
 from elixir.units import GIB
 from example.profile_activation import plot_activations
@@ -135,7 +135,7 @@ def test_activations_draw_one_line_per_model() -> None:
 
 def test_nothing_is_written_for_a_bad_ending(tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        save(plot_plan(make_plan(1)), tmp_path / "plan.gif")
+        plot_plan(make_plan(1), tmp_path / "plan.gif")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.search.question import StepQuestion
-from elixir.step_trace import Unit, UnitActivations
+from elixir.step_trace import StepShape, Unit, UnitActivations
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 HARDWARE = make_hardware()
@@ -30,8 +30,9 @@ class Traced(list[dict[str, Any]]):
 def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     calls = Traced()
 
-    def trace_step(model: nn.Module, inp: Any, step_fn: Any, **how: Any) -> None:
-        calls.append({"built": model, "inp": inp, "step_fn": step_fn, "training": model.training} | how)
+    def trace_step(model: nn.Module, inp: Any, step_fn: Any, *, shape: StepShape, **how: Any) -> None:
+        given = {"built": model, "inp": inp, "step_fn": step_fn, "training": model.training}
+        calls.append(given | how | vars(shape))
 
     def build(name: str, **how: Any) -> nn.Module:
         made = nn.Linear(1, 1)
@@ -42,8 +43,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     monkeypatch.setattr("elixir.models.loading.build", build)
     monkeypatch.setattr("elixir.models.step.input_to_trace", lambda _, **how: how)
     monkeypatch.setattr("elixir.models.step.default_step", "default")
-    monkeypatch.setattr("elixir.models.generation.generation_input", lambda _, **how: how)
-    monkeypatch.setattr("elixir.models.generation.generation_step", lambda *tokens: tokens)
+    monkeypatch.setattr("elixir.models.step.generation_input", lambda _, **how: how)
+    monkeypatch.setattr("elixir.models.step.generation_step", lambda *tokens: tokens)
     return calls
 
 

@@ -12,7 +12,7 @@ from elixir.hardware.profile import preset
 from elixir.search import optimal_search
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.problem.swapped_trace import FIRST_INPUT, WHOLE, SwappableStep, swapped_trace
-from elixir.step_trace import StepTrace, UnitActivations
+from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case
 from tests.common.tracing import cpu_trace
@@ -39,7 +39,7 @@ def predicted_and_traced(turns: str, it: Case) -> tuple[StepTrace, StepTrace]:
         keep, swap = TURNS[turns][number % len(TURNS[turns])]
         own.append(UnitActivations(unit.name, keep, swap if step.able(unit.name) else ()))
     mine = swapped_trace(kept_trace(whole, own), step)
-    return mine, cpu_trace(it.model, it.inp, step_of(it), activations=tuple(own))
+    return mine, cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=tuple(own)))
 
 
 @pytest.mark.parametrize("turns", TURNS)

@@ -23,7 +23,7 @@ from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
 from elixir.kernels.model.fused_ops import torch_rms_norm
 from elixir.search.problem.kept_trace import kept_trace
-from elixir.step_trace import StepTrace, UnitActivations
+from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.tracer import compiled
 from elixir.tracer.compiled import private_names
 from elixir.tracer.compiled.emulated_cuda import emulated_cuda
@@ -163,7 +163,7 @@ def test_a_step_whose_layers_run_again_is_predicted_from_one_that_keeps_everythi
     options = {"hardware": hardware, "rows": 256, "kinds": kinds, "generated_code": generated}
     kept = traced(model, **options)  # type: ignore[arg-type]
     codes = list(kinds.values())
-    again = traced(model, activations=whole(), **options)  # type: ignore[arg-type]
+    again = traced(model, shape=StepShape(activations=whole()), **options)  # type: ignore[arg-type]
     assert driver() == before
     assert list(kinds.values()) == codes  # the same code, once more in backward
     assert all(("generates" in trace.assumptions[-1]) == generated for trace in (kept, again))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.errors import InputError
 from elixir.models.layer_units import layer_units
 from elixir.search.problem.joined_trace import joined_trace
-from elixir.step_trace import Result, StepTrace, Unit, UnitActivations
+from elixir.step_trace import Result, StepShape, StepTrace, Unit, UnitActivations
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper import test_units_as_one
 
@@ -139,7 +139,7 @@ def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
 @pytest.mark.parametrize("options", [{"keep": ()}, {"keep": None, "swap": (Result("aten.mm.default", 0),)}])
 def test_activations_of_a_unit_that_is_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="'layers.9'"):
-        cpu_trace(Stack(8, 8), INP, sum_step, activations=(UnitActivations("layers.9", **options),))
+        cpu_trace(Stack(8, 8), INP, sum_step, shape=StepShape(activations=(UnitActivations("layers.9", **options),)))
 
 
 def test_the_forward_of_units_is_known_operator_by_operator() -> None:

@@ -45,8 +45,9 @@ def test_gradients_are_incomplete_then_arriving_then_elsewhere() -> None:
     first.complete_at, first.arrived_at = 2, 3
     second.complete_at, second.arrived_at = 0, 4  # past the end
     third.complete_at, third.arrived_at = 1, 3  # complete before it is born: at its birth
-    assert ledger.incomplete_gradients().tolist() == [1, 1, 0, 0]
-    assert ledger.arriving_gradients().tolist() == [0, 2, 2 + 1 + 4, 2]
+    incomplete, arriving = ledger.gradients()
+    assert incomplete.tolist() == [1, 1, 0, 0]
+    assert arriving.tolist() == [0, 2, 2 + 1 + 4, 2]
 
 
 def test_what_is_gone_counts_nothing() -> None:

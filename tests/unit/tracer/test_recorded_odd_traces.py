@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.step_trace import INPUT, SAVED, Result, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, StepShape, UnitActivations
 from elixir.tracer.use_order import memory_alone
 from elixir.tracer.values.expert_choice import BalancedRouting
 from tests.common.tracing import Step, sum_step
@@ -30,6 +30,7 @@ from tests.unit.tracer.test_recorded_traces import RELEASE, Experts, Layers, tok
 from tests.unit.tracer.test_tracer_memory import Fn, Square, mlp, x
 
 RECORDED = Path(__file__).with_suffix(".json")
+GENERATES = StepShape(forward=True, generate=(2, 3))
 
 
 def attends(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -419,14 +420,14 @@ def calls(*batches: int) -> Step:
 
 
 ASKED: dict[str, tuple[Callable[[], Any], Step, tuple[str, ...], dict[str, Any]]] = {
-    "activations that a plan moves": (layers, sum_step, TWO, {"activations": moved()}),
+    "activations that a plan moves": (layers, sum_step, TWO, {"shape": StepShape(activations=moved())}),
     "fused optimizer": (layers, sum_step, TWO, {"optimizer": "AdamW", "optimizer_kernel": "fused"}),
     "fused SGD": (sorts_ids, sum_step, TWO, {"optimizer": "SGD", "optimizer_kernel": "fused"}),
     "foreach RMSprop": (layers, sum_step, TWO, {"optimizer": "RMSprop", "optimizer_kernel": "foreach"}),
     "layers that are compiled": (layers, sum_step, TWO, {"compile": True, "generated_code": False}),
-    "evaluation": (layers, lambda m, i: m(i["x"]), TWO, {"forward": True}),
-    "generation": (layers, calls(3, 1), TWO, {"forward": True, "generate": (2, 3)}),
-    "generation of three calls": (layers, calls(1, 3, 2), TWO, {"forward": True, "generate": (2, 3)}),
+    "evaluation": (layers, lambda m, i: m(i["x"]), TWO, {"shape": StepShape(forward=True)}),
+    "generation": (layers, calls(3, 1), TWO, {"shape": GENERATES}),
+    "generation of three calls": (layers, calls(1, 3, 2), TWO, {"shape": GENERATES}),
     "a look before the step": (layers, looks_twice, TWO, {}),
     "skewed experts": (lambda: (Experts(), x(64, 64)), sum_step, TWO, {"routing": BalancedRouting(0.3)}),
     "without the cache": (layers, sum_step, TWO, {"cache": False}),

@@ -213,7 +213,7 @@ def test_an_operator_that_changes_the_shape_in_place_runs_every_time() -> None:
 
 def run_on(book: OperatorCache, func: Any, *args: Any, **kwargs: Any) -> Any:
     op = traits(func)
-    run = book.run_in_place if op.category.name == "MUTATES" else book.run
+    run = book.run_in_place if op.mutates else book.run
     return run(op, args, kwargs, Arguments(args, kwargs))
 
 

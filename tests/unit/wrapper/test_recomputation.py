@@ -19,7 +19,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
-from elixir.step_trace import INPUT, Result, StepTrace, Unit, UnitActivations
+from elixir.step_trace import INPUT, Result, StepShape, StepTrace, Unit, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, mixed, square_loss
 from tests.common.tracing import cpu_trace, sum_step
@@ -58,7 +58,7 @@ def traced(it: Case, kept: str, *, by_turns: bool = True) -> StepTrace:
 
     units = cpu_trace(it.model, it.inp, step).units
     own = tuple(UnitActivations(unit.name, KEPT[kept] if n % 3 or not by_turns else ()) for n, unit in enumerate(units))
-    return cpu_trace(it.model, it.inp, step, activations=own)
+    return cpu_trace(it.model, it.inp, step, shape=StepShape(activations=own))
 
 
 def plan_that_keeps(it: Case, kept: str, request: SearchRequest | None = None, *, where: str = "cpu") -> Plan:
@@ -239,7 +239,7 @@ def test_a_layer_that_does_something_else_when_it_runs_again_is_told(again: Any,
 def test_what_is_refused() -> None:
     keep = UnitActivations("layers.0", PRODUCTS)
     with pytest.raises(InputError, match=r"no unit 'layers.7'"):
-        cpu_trace(Stack(), INP, sum_step, activations=(replace(keep, unit="layers.7"),))
+        cpu_trace(Stack(), INP, sum_step, shape=StepShape(activations=(replace(keep, unit="layers.7"),)))
     for wrong, why in (
         ([keep, keep], "name each unit once"),
         ([replace(keep, unit="layers")], "no unit of the step"),

@@ -19,7 +19,7 @@ from elixir.plan.plan import Plan
 from elixir.search import optimal_search
 from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
-from elixir.step_trace import INPUT, SAVED, Result, StepTrace, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Result, StepShape, StepTrace, UnitActivations
 from elixir.tracer.trace import trace_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
@@ -72,7 +72,7 @@ def traced(it: Case, swapped: str) -> StepTrace:
         UnitActivations(unit.name, each.keep, each.swap)
         for unit, each in zip(units, [turns[n % len(turns)] for n in range(len(units))], strict=True)
     )
-    return cpu_trace(it.model, it.inp, step_of(it), activations=own)
+    return cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=own))
 
 
 def plan_of(trace: StepTrace, mode: str) -> Plan:
