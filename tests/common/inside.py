@@ -134,6 +134,13 @@ def stepper(of: ElixirModule | ElixirOptimizer) -> Any:
     return found
 
 
+def early_counts(module: ElixirModule) -> tuple[int, int]:
+    """Chunks with new states when the last step began, and how many of them it kept."""
+    report = module.last_report
+    assert report is not None
+    return report.early.made, report.early.kept
+
+
 def steppers(module: ElixirModule) -> list[AnyStepper]:
     """The steppers of all optimizers of a module."""
     return engine_of(module).steppers

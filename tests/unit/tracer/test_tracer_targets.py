@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.hardware.profile import preset
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepShape, StepTrace
 from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
 from elixir.tracer.device.common.target import Attention
@@ -217,7 +217,7 @@ def test_matrix_libraries_keep_one_workspace_per_direction(machine: str, nbytes:
     forward = {sample.workspace for sample in trace.curve if sample.phase == "forward" and sample.operator}
     assert forward == {2 * nbytes}  # that of backward is there from the step before
     assert min(access.live_bytes for access in trace.accesses) > 2 * nbytes
-    options = {"hardware": preset(machine), "forward": True}
+    options = {"hardware": preset(machine), "shape": StepShape(forward=True)}
     alone = trace_step(model, {"x": torch.ones(2, 8)}, lambda model, inp: model(inp["x"]), **options)
     assert alone.workspace_bytes == nbytes
     # cuBLASLt, which adds a bias, keeps another: in backward only where forward runs again.

@@ -19,7 +19,6 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam import when_compiled
 from elixir.kernels.adam.step import ONE_PASS
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.early_updates import EarlyUpdates
 from elixir.wrapper.step.states import States
 from tests.common import gpu, inside
 from tests.common.debug import debugged
@@ -48,11 +47,6 @@ def chain_plan(it: Case, homes: str = "streamed", **options: Any) -> Any:
     return updating_early(it, homes, split_number=len(it.model.layers), **options)  # type: ignore[arg-type]
 
 
-def spec(pair: Pair) -> EarlyUpdates:
-    stepper = inside.stepper(pair.module)
-    return stepper.early  # type: ignore[attr-defined,no-any-return]
-
-
 def settled(pair: Pair) -> None:  # all new states are made, before the step
     for ticket in inside.updates(pair.module):
         ticket.synchronize()
@@ -71,14 +65,14 @@ def test_same_bits_as_plain_pytorch(family: str, homes: str) -> None:
     it = case(family, "non-reentrant")
     with Pair(it, updating_early(it, homes)) as pair:
         train(pair, [None, 1e9])
-        made = spec(pair)
         for norm, kept in ((1e9, True), (1e-3, False), (1e9, True), (None, True)):
             pair.max_norm = pair.optimizer.max_norm = norm
             pair.backward()
             assert attempts(pair.module)
             pair.step()
-            assert made.started
-            assert made.kept == (made.started if kept else 0)
+            made = inside.early_counts(pair.module)
+            assert made[0]
+            assert made[1] == (made[0] if kept else 0)
             assert not attempts(pair.module)
         pair.assert_same_weights()
         assert_as_planned(pair.module, ())
@@ -268,7 +262,7 @@ def test_between_backward_and_step(what: str, homes: str, early: bool) -> None:
         (KEEPS | REDOES)[what](pair)
         if what not in ("an exception",):
             pair.step()
-            kept = spec(pair).kept
+            kept = inside.early_counts(pair.module)[1]
             if what in KEEPS:
                 assert kept == len(begun)
             elif what not in ("a gradient is dropped", "another backward", "another backward of a part"):
@@ -332,7 +326,7 @@ def test_losses_that_are_nan(max_norm: float | None, homes: str) -> None:
         begun = attempts(pair.module)
         assert begun
         pair.step()
-        assert spec(pair).kept == (0 if max_norm else len(begun))
+        assert inside.early_counts(pair.module)[1] == (0 if max_norm else len(begun))
         mine, plain = pair.module.state_dict(), pair.plain.state_dict()
         assert all(value.isnan().any() for value in plain.values())
         for name, value in plain.items():
@@ -355,7 +349,7 @@ def test_accumulation(batches: int, homes: str) -> None:
                 pair.backward(scale=1 / batches)
                 assert bool(attempts(pair.module)) == (batch == batches - 1)
             pair.step()
-            assert spec(pair).kept == (spec(pair).started if step % 2 else 0)
+            assert inside.early_counts(pair.module)[1] == (inside.early_counts(pair.module)[0] if step % 2 else 0)
         for other in (5, 1):  # as many as no plan has foreseen
             for _ in range(other):
                 pair.backward(scale=1 / other)
@@ -388,7 +382,7 @@ def test_other_optimizers(make: Any, homes: str) -> None:
     it = chain()
     with Pair(it, chain_plan(it, homes), optimizer=make) as pair:
         train(pair, [1e9, 1e9, 1e-3, 1e9])
-        assert spec(pair).kept
+        assert inside.early_counts(pair.module)[1]
 
 
 def _fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -513,6 +507,6 @@ def test_what_cannot_be_made_early_is_made_in_step(monkeypatch: pytest.MonkeyPat
         pair.backward()
         settled(pair)
         pair.step()
-        assert not spec(pair).kept
+        assert not inside.early_counts(pair.module)[1]
         monkeypatch.undo()
         pair.train(2)
