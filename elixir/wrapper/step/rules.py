@@ -331,7 +331,9 @@ class ClassRule(Rule):
     def with_gradients(self, states: States, arrived: Arrived, factor: float | torch.Tensor = 1.0) -> Iterator[None]:
         """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards."""
         groups = _optimizer(states).param_groups
-        HEAP.trim_if_over(sum(gradient.numel() for _, gradient in arrived) * states.master.itemsize)  # at most
+        dtype = states.master.dtype
+        copied = (gradient.numel() for _, gradient in arrived if _is_copied(gradient, dtype, factor))
+        HEAP.trim_if_over(sum(copied) * dtype.itemsize)
         try:  # an error must leave nothing for the next call
             for segment, gradient in arrived:
                 # In float32 without a factor this is the gradient itself, as in plain PyTorch.
@@ -364,6 +366,10 @@ def _optimizer(states: States) -> torch.optim.Optimizer:
     """The optimizer that `ClassRule.attach` has made."""
     assert states.optimizer is not None
     return states.optimizer
+
+
+def _is_copied(gradient: torch.Tensor, dtype: torch.dtype, factor: float | torch.Tensor) -> bool:
+    return gradient.dtype != dtype or isinstance(factor, torch.Tensor) or factor != 1.0
 
 
 def _scaled(gradient: torch.Tensor, dtype: torch.dtype, factor: float | torch.Tensor) -> torch.Tensor:

@@ -163,7 +163,8 @@ def test_a_change_that_depends_on_a_shard_after_all_is_raised() -> None:
                     group["step"] += max(int(p.grad.abs().sum() * 1e6) for p in parameters)
 
     it = chain()
-    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Late(model.parameters())) as pair:
+    # A lane may report the error after other chunks have been stepped.
+    with Pair(it, make_plan(it, "mixed"), optimizer=lambda model: Late(model.parameters()), alike=False) as pair:
         pair.train(20)
         with pytest.raises((InputError, StepError), match="step of Late has changed 'step' of group 0 to"):
             pair.train(2)
