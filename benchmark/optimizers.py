@@ -3,8 +3,7 @@
     python benchmark/optimizers.py [--only schedulefree timm ...] [--dry]
 
 A small model takes twelve steps with each optimizer on the list, in plain PyTorch and under two plans: everything
-streamed, and chunks of every kind. An optimizer that rewrites the weights for evaluation does so twice on the way.
-Under each plan it is
+streamed, and chunks of every kind. Under each plan it is
 
 * identical: all losses and weights have plain PyTorch's bits;
 * refused: wrapping raises an `InputError` that names the class;
@@ -33,7 +32,6 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +48,6 @@ from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 
 STEPS = 12
-EVALUATED_AFTER = (5, 9)
-"""Steps after which an optimizer that can is set to evaluation and back."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +170,8 @@ def _plans() -> dict[str, Plan]:
     return {"streamed": streamed, "mixed": replace(streamed, chunks=tuple(chunks))}
 
 
-def _train(model: nn.Module, optimizer: Any, modes: Any, weights: Callable[[], dict[str, torch.Tensor]]) -> list[Any]:
-    """Losses and weights of all steps; `modes` has ``train`` and ``eval``, if anything has."""
+def _train(model: nn.Module, optimizer: Any) -> list[Any]:
+    """The losses of all steps, and the weights at the end."""
     seen: list[Any] = []
     torch.manual_seed(1)  # some draw numbers
     for step in range(STEPS):
@@ -184,42 +180,28 @@ def _train(model: nn.Module, optimizer: Any, modes: Any, weights: Callable[[], d
         optimizer.step()
         optimizer.zero_grad()
         seen.append(loss.detach().clone())
-        if step + 1 in EVALUATED_AFTER and callable(getattr(modes, "eval", None)):
-            modes.eval()
-            seen.append(weights())
-            modes.train()
-    return [*seen, weights()]
-
-
-def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in state.items()}
-
-
-def _set_to_training(optimizer: Any) -> None:
-    if callable(getattr(optimizer, "train", None)):
-        optimizer.train()
+    return [*seen, {name: value.detach().clone() for name, value in model.state_dict().items()}]
 
 
 def _plain(listed: Listed) -> list[Any]:
     model = _model()
     optimizer = listed.make(model)
-    _set_to_training(optimizer)
-    return _train(model, optimizer, optimizer, lambda: _copied(model.state_dict()))
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()  # such as a schedule-free one
+    return _train(model, optimizer)
 
 
 def _judged(listed: Listed, plan: Plan, expected: list[Any]) -> tuple[str, str]:
     """(outcome, why) under a plan."""
     model = _model()
     given = listed.make(model)
-    _set_to_training(given)
     module = ElixirModule(model, plan)
     try:
         try:
             optimizer = ElixirOptimizer(module, given)
         except InputError as error:
             return ("refused" if listed.name in str(error) else "wrong"), str(error)
-        modes = optimizer if hasattr(optimizer, "eval") else given
-        found = _train(module, optimizer, modes, lambda: _copied(module.state_dict()))
+        found = _train(module, optimizer)
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
     finally:

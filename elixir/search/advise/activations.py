@@ -198,7 +198,7 @@ class _Variants:
         return self._floors[own][1]
 
     def ranked(self) -> list[Own]:
-        """All choices, the least floor first; if nothing fits, that which keeps nothing."""
+        """All choices in order of their floors. If none fits, the first is the one that keeps no results."""
         self._look_at_fillings()
         self._look_at_moves()
         return sorted(self._floors, key=lambda own: (self._floors[own][0], own != self.nothing))

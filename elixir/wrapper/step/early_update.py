@@ -22,6 +22,12 @@ from elixir.wrapper.step.elementwise import same_options
 from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.states import States
 
+
+def scales(factor: float | torch.Tensor) -> bool:
+    """Whether gradients are multiplied. A tensor is not compared, since this thread would wait for the device."""
+    return isinstance(factor, torch.Tensor) or factor != 1.0
+
+
 Step = Callable[..., set[str]]
 """`elixir.wrapper.step.rules.Rule.step`."""
 
@@ -57,9 +63,7 @@ class Inputs:
         Args:
             dtype: the dtype of the weights that are stepped.
         """
-        # A tensor is not compared, since this thread would wait for the device.
-        scales = isinstance(self.factor, torch.Tensor) or self.factor != 1.0
-        if not (self.in_place and scales and self.arrived and self.arrived[0][1].dtype == dtype):
+        if not (self.in_place and scales(self.factor) and self.arrived and self.arrived[0][1].dtype == dtype):
             return self.factor
         for _, gradient in self.arrived:
             gradient.mul_(self.factor)

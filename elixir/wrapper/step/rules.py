@@ -19,7 +19,7 @@ from elixir.kernels.adam.moments import MasterStates
 from elixir.kernels.adam.step import COPIED, adam_step, adam_step_out_of_place
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 from elixir.torch_private import while_nothing_compiles
-from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.early_update import Inputs, scales
 from elixir.wrapper.step.elementwise import set_options
 from elixir.wrapper.step.segments import Arrived, Segment
 from elixir.wrapper.step.states import ADAM_KINDS, SCALE_SUFFIX, Kind, States, is_elementwise
@@ -50,7 +50,7 @@ class Rule(Protocol):
         first step."""
 
     def attach(self, states: States) -> None:
-        """Prepares to step a new set of states, which is empty."""
+        """Prepares to step a new set of states, which stays empty, whatever a class makes in its constructor."""
         return
 
     def begin_anew(self, states: States) -> None:
@@ -332,7 +332,7 @@ class ClassRule(Rule):
         """Sets the gradients, multiplied by `factor`, for a call of the class, and clears them afterwards."""
         groups = _optimizer(states).param_groups
         dtype = states.master.dtype
-        copied = (gradient.numel() for _, gradient in arrived if _is_copied(gradient, dtype, factor))
+        copied = (gradient.numel() for _, gradient in arrived if gradient.dtype != dtype or scales(factor))
         HEAP.trim_if_over(sum(copied) * dtype.itemsize)
         try:  # an error must leave nothing for the next call
             for segment, gradient in arrived:
@@ -368,12 +368,8 @@ def _optimizer(states: States) -> torch.optim.Optimizer:
     return states.optimizer
 
 
-def _is_copied(gradient: torch.Tensor, dtype: torch.dtype, factor: float | torch.Tensor) -> bool:
-    return gradient.dtype != dtype or isinstance(factor, torch.Tensor) or factor != 1.0
-
-
 def _scaled(gradient: torch.Tensor, dtype: torch.dtype, factor: float | torch.Tensor) -> torch.Tensor:
     value = gradient.to(dtype)
-    if isinstance(factor, torch.Tensor) or factor != 1.0:
+    if scales(factor):
         return value * factor if value is gradient else value.mul_(factor)
     return value

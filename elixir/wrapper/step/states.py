@@ -330,13 +330,17 @@ class States:
 
     def adopt(self, segment: Segment) -> None:
         """Moves elementwise states that a class has made elsewhere to their place."""
-        state, own = self.state_of(segment), {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
+        state = self.state_of(segment)
         moved = {
-            # A class may have given one kind the tensor of another, whose place is written to next.
-            kind: value.clone() if value.untyped_storage().data_ptr() in own else value
+            kind: value
             for kind, value in state.items()
             if self._views.get((kind, segment.place)) is not value and is_elementwise(kind, value, segment.weights)
         }
+        if not moved:
+            return
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
+        for kind, value in moved.items():  # a class may have given one kind the tensor of another
+            moved[kind] = value.clone() if value.untyped_storage().data_ptr() in own else value
         for kind, value in moved.items():
             self.take(kind, segment, value, 0)
             state[kind] = self._view(kind, segment)
@@ -381,7 +385,7 @@ class States:
             out.copy_(self.read(kind, segment)[own : own + out.numel()])
 
         def find(name: str) -> SavedStates | None:
-            if name not in small or name not in by_name:
+            if name not in small:
                 return None
             segment, tensors = by_name[name], {}
             for kind in self.kinds_of(segment):

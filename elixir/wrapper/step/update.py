@@ -25,7 +25,7 @@ from elixir.chunk.memory import Memory, Ticket
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.early_update import Inputs, scales
 from elixir.wrapper.step.shard import Shard
 
 
@@ -58,8 +58,8 @@ def can_share(shard: Shard, inputs: Inputs) -> bool:
     A shared call would copy gradients that it may not multiply in place, or that have another dtype. The answer must be
     the same on all ranks, whatever gradients each has: they gather weights in the order of updates.
     """
-    plain = not isinstance(inputs.factor, torch.Tensor) and inputs.factor == 1.0
-    return shard.rule.shares_call and shard.chunk.dtype == shard.states.master.dtype and (plain or inputs.in_place)
+    copies = scales(inputs.factor) and not inputs.in_place
+    return shard.rule.shares_call and shard.chunk.dtype == shard.states.master.dtype and not copies
 
 
 def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
