@@ -161,9 +161,11 @@ def with_exact_moves(answer: Answer, step: StepQuestion, built: nn.Module | None
 def _checked(answer: Answer, step: StepQuestion) -> Answer:
     """The answer, if the model can run under its plan."""
     if isinstance(step.model, nn.Module):
+        from elixir.models.layer_units import layers_compiled
         from elixir.models.plannable import refuse_compiled
 
-        refuse_compiled(step.model, answer.plan)
+        with layers_compiled(step.model, step.compile, keep=False):
+            refuse_compiled(step.model, answer.plan)
     return answer
 
 
