@@ -220,8 +220,11 @@ def _make_like(mode: StepFunctions, func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _asks_type_for_autocast(code: CodeType, position: int) -> bool:
-    """Whether an instruction is part of ``x.device.type`` in a function that speaks of autocast, or of checkpoint's."""
-    checkpoints = code.co_filename == _CHECKPOINT_FILE
+    """Whether an instruction is part of ``x.device.type`` in a function that speaks of autocast, or of checkpoint's.
+
+    Checkpoint's list of devices with random numbers is left out: a meta tensor is on no device that has any.
+    """
+    checkpoints = code.co_filename == _CHECKPOINT_FILE and code.co_name != "add_device_ids"
     if not checkpoints and not any("autocast" in name for name in (*code.co_names, *code.co_freevars)):
         return False
     instructions = dis.get_instructions(code)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elixir.tracer.step_functions import replaced_functions
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, trace_step
@@ -157,6 +158,20 @@ def test_only_code_that_speaks_of_autocast_is_told_the_kind_of_the_target(hardwa
 
     trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
     assert list(seen) == [("meta", kind)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_look_for_no_random_numbers_on_a_device_that_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    """With CUDA initialised they save its random numbers, of the devices of their tensors: a meta tensor has none."""
+
+    def step(model: nn.Module, inp: torch.Tensor) -> None:
+        checkpoint(model, inp.requires_grad_(), use_reentrant=reentrant).sum().backward()
+
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    trace = trace_step(nn.Linear(4, 4), torch.randn(2, 4), step, hardware=H200)
+    assert [access.phase for access in trace.accesses].count("backward") == 1
 
 
 def test_this_torch_has_every_function_that_a_trace_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
