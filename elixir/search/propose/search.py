@@ -139,7 +139,8 @@ class ShapeSearch:
         return bool(self.judge.pool)
 
     def _look_at_less_on_host(self, best: Candidate) -> None:
-        """Shapes that leave less to the host than the fastest plan: one of them may be as good."""
+        """Shapes that leave less to the host than the fastest plan, or nothing: one of them may be as good."""
+        self._look_at_resident()
         here = self._shapes.get(key_of(best))
         if here is None:
             return

@@ -168,7 +168,7 @@ def test_a_plan_says_that_the_host_of_a_preset_is_assumed() -> None:
     trace = stack_trace(TINY)
     here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
     of_preset, of_measured = (
-        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, host_budget=8 * GIB))
+        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, placement="cpu", host_budget=8 * GIB))
         for machine in (MACHINE, here)
     )
     assert '  measure       your host with "elixir hardware --measure" for a narrower range' in of_preset

@@ -165,16 +165,18 @@ def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> Non
     assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
 
 
-@pytest.mark.slow
-def test_a_machine_of_which_all_is_known_leaves_the_host_alone_for_a_point() -> None:
-    known = replace(preset("h200"), host_adam_least=1.0, link_least=1.0, early_kept=1.0)
-    assert len(scenarios(known, clips=True)) == 1
-    for hidden, most in ((64, 0), (128, 0.6)):
+@pytest.mark.parametrize("known", [False, True])
+def test_what_fits_on_the_device_stays_there_for_a_few_points(known: bool) -> None:
+    """Host steps that would save less are not bet on: how long they take next to the launching thread is not known."""
+    machine = preset("h200")
+    if known:
+        machine = replace(machine, host_adam_least=1.0, link_least=1.0, early_kept=1.0)
+        assert len(scenarios(machine, clips=True)) == 1
+    for hidden in (64, 128):
         tiny = stack_trace(StackShape(hidden, 4, 4 * hidden, 1000, 64), batch=2, seq=64)
-        plan, fastest = (planned(tiny, 64 * GIB, known, assume=assume) for assume in ("scenarios", "nominal"))
-        assert plan.counts["states_on_host_chunks"] <= most * fastest.counts["states_on_host_chunks"]
-        assert fastest.counts["states_on_host_chunks"] > 0
-        assert plan.predicted.fastest_s == fastest.predicted.step_s > 0.99 * plan.predicted.step_s
+        plan, fastest = (planned(tiny, 64 * GIB, machine, assume=assume) for assume in ("scenarios", "nominal"))
+        assert plan.counts["states_on_host_chunks"] == 0 < fastest.counts["states_on_host_chunks"]
+        assert plan.predicted.fastest_s == fastest.predicted.step_s > plan.predicted.step_s / 1.05
 
 
 def test_forced_homes_are_not_updated_early_where_every_step_is_clipped(stack: StepTrace) -> None:

@@ -164,7 +164,7 @@ def test_only_code_that_speaks_of_autocast_is_told_the_kind_of_the_target(hardwa
 def test_checkpoints_look_for_no_random_numbers_on_a_device_that_is_in_use(
     monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
-    """With CUDA initialised they save its random numbers, of the devices of their tensors: a meta tensor has none."""
+    """Checkpoints save its random numbers where CUDA is initialised, by the devices of tensors: a meta tensor has none."""
 
     def step(model: nn.Module, inp: torch.Tensor) -> None:
         checkpoint(model, inp.requires_grad_(), use_reentrant=reentrant).sum().backward()
