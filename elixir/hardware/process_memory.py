@@ -86,6 +86,22 @@ def give_back_freed() -> None:
         trim(0)
 
 
+class _HeapFacts(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012 - ctypes reads it
+
+
+def freed_in_heap_bytes() -> int:
+    """Memory that is freed, and that glibc keeps for what is allocated next; 0 with another C library."""
+    facts = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if facts is None:
+        return 0
+    facts.restype = _HeapFacts
+    return int(facts().fordblks)
+
+
 class HeapLimit:
     """Gives freed memory back when this process has more private memory than it is expected to.
 
@@ -101,16 +117,17 @@ class HeapLimit:
         self.expected_bytes = 0
         """The expected peak of `Resident.own_bytes`; 0 for none."""
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
-        self._unseen_bytes = 0
+        self._unseen_bytes = self._room_bytes = 0
 
-    def set(self, expected_bytes: int, unseen_bytes: int = 0) -> None:
+    def set(self, expected_bytes: int, unseen_bytes: int = 0, room_bytes: int = 0) -> None:
         """Expects a peak of `Resident.own_bytes` from here on.
 
         Args:
             expected_bytes: the peak.
             unseen_bytes: that may be taken between two looks, such as the gradient of a large weight.
+            room_bytes: the part of it for freed memory that stays in the heap and is used again.
         """
-        self._unseen_bytes = unseen_bytes
+        self._unseen_bytes, self._room_bytes = unseen_bytes, room_bytes
         if self._file is None:
             with contextlib.suppress(OSError):
                 self._file = open(_PAGES, "rb", buffering=0)  # noqa: SIM115 - for as long as it is looked at
@@ -128,6 +145,10 @@ class HeapLimit:
         """
         coming_bytes = max(coming_bytes, self._unseen_bytes)
         if self._file is not None and self._held_bytes() + coming_bytes > self._next_bytes:
+            if self._room_bytes:  # it is taken from there first
+                again_bytes = min(freed_in_heap_bytes(), self._room_bytes, coming_bytes)
+                if self._held_bytes() + coming_bytes - again_bytes <= self._next_bytes:
+                    return
             give_back_freed()
             least = self._held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
             self._next_bytes = max(self._limit_bytes, least)

@@ -72,6 +72,7 @@ def process_need(  # noqa: PLR0913 - all that a process holds, by name
     given_bytes: int = 0,
     reserve_bytes: int = 0,
     in_heap: bool = True,
+    room_bytes: int = 0,
     loops: bool = False,
 ) -> ProcessNeed:
     """The peak of one process of a run.
@@ -85,6 +86,7 @@ def process_need(  # noqa: PLR0913 - all that a process holds, by name
         given_bytes: that the user's program takes between steps, such as full state dicts.
         reserve_bytes: that the user's program takes later.
         in_heap: the C library keeps freed tensors in its heap (`MAPS_VARIABLE`).
+        room_bytes: of the machine that nobody needs: so much may stay in the heap that it would otherwise give back.
         loops: torch's Adam steps one weight after the other (`LOOP_TENSORS`), not by one fused kernel.
     """
     found, more, predicted = held or HELD[kind], FIRST_USE[kind], plan.predicted
@@ -97,6 +99,7 @@ def process_need(  # noqa: PLR0913 - all that a process holds, by name
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
     gathered = max(_gathered_bytes(plan, given_bytes) - exchanged, 0) if on_cpu else 0
+    gaps += min(max(passing - gaps, 0), room_bytes)  # no more than a step makes and frees
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     left = min(gaps, HEAP_LEFT_BYTES)
     parts = {

@@ -195,7 +195,7 @@ def recording() -> Iterator[Recorder]:
         follow(StepPhase, "to", lambda phase, now: now.value)
         # What the heap holds differs from run to run, and so would what is given back.
         patch.setattr(HeapLimit, "trim_if_over", lambda heap, coming_bytes=0: seen.say(f"look {coming_bytes}"))
-        patch.setattr(HeapLimit, "set", lambda heap, expected_bytes, unseen_bytes=0: seen.say("limit"))
+        patch.setattr(HeapLimit, "set", lambda heap, *expected: seen.say("limit"))
         patch.setattr(process_memory, "ctypes", SimpleNamespace(CDLL=lambda name: SimpleNamespace(malloc_trim=trimmed)))
         before = logger.level
         logger.setLevel(logging.INFO)

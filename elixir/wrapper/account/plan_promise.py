@@ -42,7 +42,7 @@ class PlanPromise:
         give_back_freed()  # such as what tracing and planning took
         self.held = resident()
         """This process before the model was wrapped; None where the operating system does not tell."""
-        self._most_bytes = 0
+        self._most_bytes = self._room_bytes = 0
         self._earlier_device_peak: int | None = None
         self._replaced = {"cpu": 0, engine.device.type: 0}
         for each in (*model.parameters(), *model.buffers()):
@@ -63,8 +63,14 @@ class PlanPromise:
         held = engine.arena.live_bytes
         return Memory(held("device") + buffers, held("host") * self.ranks)
 
-    def need(self, plan: Plan, host_bytes: int) -> ProcessNeed:
-        """The peak of this process under a plan, of which so many bytes are on the host."""
+    def need(self, plan: Plan, host_bytes: int, *, room_bytes: int | None = None) -> ProcessNeed:
+        """The peak of this process under a plan, of which so many bytes are on the host.
+
+        Args:
+            plan: at work, or that will be.
+            host_bytes: of this rank.
+            room_bytes: of `process_need`; None: what there was when the plan came to work.
+        """
         given = self._engine.arena.given_bytes if self._engine.has_plan else {}
         steppers = self._engine.steppers
         loops = any(stepper.loops for stepper in steppers) if steppers else steps_in_loop(plan)
@@ -77,12 +83,14 @@ class PlanPromise:
             given_bytes=max(sum(given.values()), self._between_steps_bytes),
             reserve_bytes=self._reserve_bytes,
             in_heap=MAPS_VARIABLE not in os.environ,
+            room_bytes=self._room_bytes if room_bytes is None else room_bytes,
             loops=loops,
         )
 
     def need_of(self, plan: Plan) -> ProcessNeed:
-        """The peak of this process under a plan, without copies for a checkpoint, which a run can do without."""
-        return self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes))
+        """The peak of this process under a plan where memory is short, without copies for a checkpoint, which a run can
+        do without."""
+        return self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes), room_bytes=0)
 
     def spare_host_bytes(self) -> int:
         """Host memory that is free for this rank, less what its next steps take; `LARGEST_BYTES` if it is not known."""
@@ -130,7 +138,8 @@ class PlanPromise:
         if self._engine.device.type == "cpu":
             # Of the memory of other models, `need` has what they held when this one was wrapped.
             expected = need.own_bytes + others.host_bytes
-            HEAP.set(max(expected, HEAP.expected_bytes) if others.plans else expected, _unseen_bytes(plan))
+            expected = max(expected, HEAP.expected_bytes) if others.plans else expected
+            HEAP.set(expected, _unseen_bytes(plan), self._room_bytes)
         elif not others.plans:
             HEAP.forget()
 
@@ -172,7 +181,8 @@ class PlanPromise:
             name=name,
             but=self,
         )
-        self._limit_heap(need, plan)
+        self._room_bytes = max((on_host - later) // len(sharing), 0) // 2  # half is left to other programs
+        self._limit_heap(self.need(plan, rank_host_bytes(plan, engine.device.type, plan.passes)), plan)
 
 
 def _unseen_bytes(plan: Plan) -> int:

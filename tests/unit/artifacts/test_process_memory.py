@@ -90,7 +90,35 @@ def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatc
     assert (len(given), limit.expected_bytes) == (1, 0)
 
 
-def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -> None:
+def test_what_is_kept_counts_for_what_comes_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    if resident() is None:
+        pytest.skip("this operating system does not tell what is resident")
+    given: list[int] = []
+    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.append(1))
+    monkeypatch.setattr(process_memory, "freed_in_heap_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(HeapLimit, "_held_bytes", lambda self: 980 * MIB)
+    limit, most = HeapLimit(), int(1001 * MIB / (1 - HEAP_LOOK_SHARE))  # what is held already may be shared
+    for room, coming, times in ((0, 40, 1), (60, 40, 0), (10, 40, 1), (30, 40, 0), (60, 200, 1), (60, 0, 0)):
+        given.clear()
+        with monkeypatch.context() as alone:
+            alone.setattr(process_memory, "resident", lambda: None)
+            limit.set(most, room_bytes=room * MIB)
+        limit.trim_if_over(coming * MIB)
+        assert len(given) == times, (room, coming)
+    limit.forget()
+
+
+def test_the_heap_says_what_it_keeps() -> None:
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("only a newer glibc says it")
+    pieces = [torch.zeros(96 << 8) for _ in range(640)]
+    kept, before = pieces[::16], process_memory.freed_in_heap_bytes()
+    del pieces
+    assert process_memory.freed_in_heap_bytes() - before > 50 * MIB
+    assert len(kept) == 40
+
+
+def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Resident(own_bytes=300 * MIB, file_bytes=200 * MIB, peak_bytes=600 * MIB)
     made = optimal_search(stack_trace(SMALL), 2, hardware=HARDWARE, device_memory=PLENTY, host_budget=PLENTY).plan
     parts = {"host_bytes": 70 * MIB, "replaced_bytes": 50 * MIB, "reserve_bytes": 5 * MIB, "given_bytes": MIB}
@@ -102,6 +130,14 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine() -
     on_cpu, mapped = (process_need(made, "cpu", held=held, in_heap=heap, **parts).parts for heap in (True, False))
     assert on_cpu["device"] == made.predicted.device_peak_bytes
     assert on_cpu["heap"] > 0
+    with monkeypatch.context() as few:
+        few.setattr("elixir.plan.process_need.HEAP_OF_RANKS", 0.01)
+        most = made.predicted.device_peak_bytes
+        least, more, all_of_it = (
+            process_need(made, "cpu", held=held, room_bytes=room, **parts).parts["heap"] for room in (0, 1000, most)
+        )
+    assert more - least == 1000 < all_of_it - least
+    assert made.predicted.device_parts["activations"] <= all_of_it < most  # what a step makes and frees
     assert "heap" not in mapped
     gathered = max(chunk.numel for chunk in made.chunks) * 4  # the chunk of which a state dict is made now
     assert on_cpu.get("state_dicts", 0) < MIB + gathered

@@ -128,6 +128,7 @@ def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Mac
     other = inside.other_promise(module)
     promises.enter(other)
     assert promise.peaks(need) is None
+    machine.free_bytes = need.own_bytes  # enough, and nothing to spare
     promise.refuse_exceeded(module.plan)
     assert HEAP.expected_bytes == need.own_bytes + promises.outstanding("cpu", promise).host_bytes > need.own_bytes
     promises.leave(other)
@@ -137,6 +138,23 @@ def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Mac
     unknown = inside.other_promise(module)
     machine.held = Resident(GIB, libraries, 2 * GIB)
     assert unknown.peaks(need) is None
+
+
+def test_the_heap_keeps_what_it_frees_in_half_of_the_memory_that_nobody_needs(
+    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elixir.plan.process_need.HEAP_BYTES", 0)
+    promise = inside.promise(module)
+    least = promise.need_of(module.plan)
+    assert machine.held is not None
+    later = least.own_bytes - machine.held.own_bytes
+    for free_bytes in (later, later + 200, later + GIB):
+        machine.free_bytes = free_bytes
+        promise.refuse_exceeded(module.plan)
+        kept = HEAP.expected_bytes - least.own_bytes
+        assert kept == promise.need(module.plan, 0).parts.get("heap", 0) - least.parts.get("heap", 0)
+        assert kept == (free_bytes - later) // 2 or 100 < kept < module.plan.predicted.device_peak_bytes
+        assert promise.need_of(module.plan) == least
 
 
 def test_memory_to_come_is_without_state_dicts_and_what_is_held(machine: Machine, module: ElixirModule) -> None:
