@@ -118,14 +118,14 @@ class StateWindow:
     Args:
         lane: of the disk.
         buffers: have the kind `WINDOW`.
-        open_file: makes the file when the first extent is asked for, given the bytes that will be in it.
+        open_file: makes the file when the first extent is asked for.
     """
 
-    def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[int], ExtentFile]) -> None:
+    def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[], ExtentFile]) -> None:
         self._lane, self._buffers = lane, buffers
-        self.file = TensorFile(lambda: open_file(self._expected_bytes), self._count)
+        self.file = TensorFile(open_file, self._count)
         self._arena: Arena | None = None
-        self._extents_bytes = self._expected_bytes = 0
+        self._extents_bytes = 0
         self._waiting: deque[tuple[StoredStates, Memory, Ticket]] = deque()
         """Steps whose write has not been given to the lane: reads of what comes next go first."""
         self._keeping = False
@@ -236,10 +236,9 @@ class StateWindow:
 
     # --- the file --------------------------------------------------------------------------------------------------
 
-    def count_in(self, arena: Arena, expected_bytes: int = 0) -> None:
-        """Counts the extents in another arena from here on, as under another plan, which foresees `expected_bytes` of
-        them."""
-        self._arena, self._expected_bytes = arena, expected_bytes
+    def count_in(self, arena: Arena) -> None:
+        """Counts the extents in another arena from here on, as under another plan."""
+        self._arena = arena
         arena.count(self._extents_bytes, "disk", "optimizer_states")
 
     def _count(self, nbytes: int) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,38 +17,14 @@ from errno import EIO
 from pathlib import Path
 
 from elixir.errors import FileError
-from elixir.files import DIRECT_BYTES, FILES, File, Files, PathLike, aligned_buffer
-from elixir.units import GIB, MIB, format_bytes
+from elixir.files import DIRECT_BYTES, FILES, File, Files, PathLike
+from elixir.units import MIB
 
 logger = logging.getLogger(__name__)
 
 REQUEST_BYTES = 8 * MIB
 """Bytes of one call; the kernel cuts it into requests of the drive, so that one call is many of them in flight. On the
 disks that were measured, neither larger nor more calls were faster (docs/appendix/formulas.md)."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """The requests of one transfer."""
-
-    nbytes: int = REQUEST_BYTES
-    """Bytes of one call; a multiple of `DIRECT_BYTES`."""
-    depth: int = 1
-    """Calls under way at a time, on each disk."""
-
-    def __str__(self) -> str:
-        threads = "one thread" if self.depth == 1 else f"{self.depth} threads"
-        return f"{threads} with requests of {format_bytes(self.nbytes)}"
-
-
-REQUESTS = (Requests(), Requests(8 * MIB, 2), Requests(MIB, 2), Requests(MIB, 4), Requests(MIB // 4, 16))
-"""Requests that are tried in this order on a disk; the first are used if nothing was measured."""
-NOTICEABLE = 0.95
-"""Other requests are taken if they need less than this part of the time."""
-TRIED_BYTES, TRIED_ROUNDS = 64 * MIB, 3
-"""Bytes written and read with each of `REQUESTS` before a run, and how often: a disk has slow moments."""
-WORTH_TRYING_BYTES = 4 * GIB
-"""A run with fewer bytes on a disk would win less in its steps than the trial takes."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +56,10 @@ class ExtentFile:
     """
 
     def __init__(self, folders: Sequence[PathLike], *, files: Files = FILES) -> None:
-        self.requests = Requests()
-        """The requests of transfers; they may change while no transfer is under way."""
         self._files: list[File] = []
         self._end = 0
         self._free: list[Extent] = []
         self._pool: ThreadPoolExecutor | None = None
-        self._threads = 0
         weakref.finalize(self, _close, self._files)  # handles stay open when nothing refers to this any more
         try:
             for folder in folders:
@@ -171,13 +141,9 @@ class ExtentFile:
 
     def close(self) -> None:
         """Gives the files, and with them their room, back."""
-        self._stop_threads()
+        if self._pool is not None:
+            self._pool.shutdown()
         _close(self._files)
-
-    def _stop_threads(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
 
     def _each(
         self, one: Callable[[File, memoryview, int], None], extent: Extent, memory: memoryview, first: int
@@ -186,18 +152,15 @@ class ExtentFile:
         at, end = first, first + len(memory)
         while at < end:
             number, within = divmod(at, extent.stripe_bytes)
-            size = min(self.requests.nbytes, end - at, extent.stripe_bytes - within)
+            size = min(REQUEST_BYTES, end - at, extent.stripe_bytes - within)
             part = memory[at - first : at - first + size]
             requests.append((self._files[number], part, extent.start + within))
             at += size
-        threads = len(self._files) * self.requests.depth
-        if threads == 1 or len(requests) == 1:
+        if len(self._files) == 1 or len(requests) == 1:
             for request in requests:
                 one(*request)
             return
-        if self._pool is None or self._threads != threads:
-            self._stop_threads()
-            self._pool, self._threads = ThreadPoolExecutor(threads, "elixir disk request"), threads
+        self._pool = self._pool or ThreadPoolExecutor(len(self._files), "elixir disk request")
         # In turns over the disks: requests that lie next to each other are of one disk.
         by_file = [[request for request in requests if request[0] is file] for file in self._files]
         turns = [each[i] for i in range(max(map(len, by_file))) for each in by_file if i < len(each)]
@@ -211,56 +174,6 @@ def _close(files: list[File]) -> None:
     with contextlib.ExitStack() as closing:  # one that fails must not keep the others open
         while files:
             closing.callback(files.pop().close)
-
-
-def open_extents(folders: Sequence[PathLike], nbytes: int, *, files: Files = FILES) -> ExtentFile:
-    """Opens the file for a run, with the requests that these disks take fastest if there is much to move.
-
-    Args:
-        folders: see `ExtentFile`.
-        nbytes: that will be in it.
-        files: the file operations that it uses.
-    """
-    file = ExtentFile(folders, files=files)
-    if nbytes < WORTH_TRYING_BYTES or not file.is_direct:
-        return file
-    memory = aligned_buffer(TRIED_BYTES)
-    memory[:] = os.urandom(TRIED_BYTES)  # no drive can compress them
-    try:
-        with contextlib.closing(ExtentFile(folders, files=files)) as trial:
-            file.requests = fastest_requests(trial, trial.extent(TRIED_BYTES), memoryview(memory), memoryview(memory))
-    except BaseException:
-        file.close()
-        raise
-    logger.info("states in %s are moved by %s", ", ".join(str(folder) for folder in folders), file.requests)
-    return file
-
-
-def fastest_requests(file: ExtentFile, extent: Extent, source: memoryview, target: memoryview) -> Requests:
-    """Finds the requests with which an extent is written and read fastest, the first of those alike; the file has them
-    from here on.
-
-    Args:
-        file: has the extent.
-        extent: its first bytes are overwritten.
-        source: what is written; see `ExtentFile.write`.
-        target: as large, is read into.
-    """
-    taken_s: dict[Requests, list[float]] = {requests: [] for requests in REQUESTS}
-    for _ in range(TRIED_ROUNDS):
-        for requests in REQUESTS:
-            file.requests = requests
-            began_s = time.perf_counter()
-            file.write(extent, source)
-            file.sync()  # a direct write may still be in the drive's own cache
-            file.read(extent, target)
-            taken_s[requests].append(time.perf_counter() - began_s)
-    best, least_s = REQUESTS[0], math.inf
-    for requests, seconds in taken_s.items():
-        if statistics.median(seconds) < NOTICEABLE * least_s:
-            best, least_s = requests, statistics.median(seconds)
-    file.requests = best
-    return best
 
 
 def file_system(folder: PathLike) -> str:

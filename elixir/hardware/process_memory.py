@@ -90,7 +90,7 @@ class _HeapFacts(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012 - ctypes reads it
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def freed_in_heap_bytes() -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir.errors import InputError
-from elixir.extents.extent_file import ExtentFile, fastest_requests, file_system
+from elixir.extents.extent_file import REQUEST_BYTES, ExtentFile, file_system
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench.bench import Bench, Job, geometric
@@ -76,7 +76,7 @@ def free_disk_bytes(*folders: PathLike) -> int:
 
 def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     """``disk_write`` (until the drive has the bytes), ``disk_read``, and both at once, over one file that is gone
-    afterwards, or one striped over several drives; with the requests that these move fastest.
+    afterwards, or one striped over several drives; with the requests of a run.
 
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
@@ -85,14 +85,13 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, bench.on("cpu").effort().amounts, DIRECT_BYTES)
     try:
         with measured_file(folders, size) as file:
-            source, target = (memoryview(buffer)[: sizes[-1]] for buffer in file.buffers)
-            requests = fastest_requests(file.file, file.extent, source, target)
             found = _turns(file, sizes, quick=bench.quick)
             transfers = "direct" if file.file.is_direct else "synchronised, pages dropped"
     except OSError as error:
         raise InputError(f"the disk of {where} failed: {error.strerror}") from None
     files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
-    how = f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {requests}, {files}, {transfers}"
+    least, most, request = (format_bytes(nbytes) for nbytes in (sizes[0], sizes[-1], REQUEST_BYTES))
+    how = f"of {least} to {most}, requests of {request}, {files}, {transfers}"
     alone = [(f"{way} {how}, reads and writes in turns as in a run", column) for column, way in enumerate(_WAYS)]
     series = []
     for key, (said, column) in zip(KEYS, [*alone, *2 * [(f"read and write at once {how}", 2)]], strict=True):

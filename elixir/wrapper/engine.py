@@ -36,7 +36,7 @@ from elixir.chunk.memory import failure
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import ElixirError, InputError, InputTypeError
-from elixir.extents.extent_file import open_extents
+from elixir.extents.extent_file import ExtentFile
 from elixir.hardware.host_share import host_share, host_view
 from elixir.hardware.process_memory import HEAP, give_back_freed, share_heap
 from elixir.models.layer_units import fetched_as_one
@@ -87,7 +87,7 @@ class Engine:
             started.pop_all()
         self.host_buffers = kinds.HostBuffers(Arena(device))
         """All host memory of this rank that no chunk owns. Kinds that are not the plan's survive a change of plan."""
-        open_file = partial(open_extents, options.disk_folders, files=options.debug.files)
+        open_file = partial(ExtentFile, options.disk_folders, files=options.debug.files)
         self.mover = HostMover(self.lanes, self.host_buffers)
         self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
         """The buffers through which masters and states on a disk pass."""
@@ -140,7 +140,7 @@ class Engine:
         """Puts the model under a plan. A failure is raised on all ranks; `chunks` has the weights then."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
-        self.window.count_in(self.arena, plan.disk_bytes(self.group.rank))
+        self.window.count_in(self.arena)
         with self.group.together("have buffers for states on a disk"):
             if plan.uses_disk:
                 self.host_buffers.replace(kinds.window_kind(plan))

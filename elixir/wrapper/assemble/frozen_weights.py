@@ -12,7 +12,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
 from elixir.errors import InputError, few
-from elixir.extents.weight_files import WRITTEN, FilePart, FileShard, WeightFiles
+from elixir.extents.weight_files import FilePart, FileShard, WeightFiles
 from elixir.files import FILES, Files
 from elixir.plan.plan import Plan
 from elixir.plan.weight_file import WeightFile
@@ -73,7 +73,10 @@ def open_frozen(
         try:
             written = opened.check(plan.weight_files)
             if written and group.rank == 0:
-                logger.warning("%s %s", few(written), WRITTEN)
+                logger.warning(
+                    "%s was written or copied since the plan was made; a sample of each tensor is the same, but other "
+                    "values of it may differ", few(written),
+                )  # fmt: skip
             found = FrozenWeights(opened, _names_in(opened, model, plan))
         except BaseException:
             opened.close()

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from elixir.errors import DiskError, FileError, InputError, StateError
-from elixir.extents import extent_file
-from elixir.extents.extent_file import ExtentFile, open_extents
+from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
 from elixir.extents.weight_files import WeightFiles
 from elixir.files import File, Files
@@ -77,23 +76,3 @@ def test_states_whose_write_has_failed_are_not_read_in_part(tmp_path: Path) -> N
     with pytest.raises(DiskError, match="No space left on device"):
         states.read("exp_avg", 0, 10)
     file.close()
-
-
-def test_a_disk_that_fails_while_its_fastest_requests_are_looked_for_leaves_no_file_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[ExtentFile] = []
-
-    def close(file: ExtentFile, ordinary: Callable[[ExtentFile], None] = ExtentFile.close) -> None:
-        closed.append(file)
-        ordinary(file)
-
-    def fails(*_: object) -> None:
-        raise FileError(errno.EIO, "Input/output error", str(tmp_path), "write")
-
-    monkeypatch.setattr(ExtentFile, "is_direct", True)
-    monkeypatch.setattr(ExtentFile, "close", close)
-    monkeypatch.setattr(extent_file, "fastest_requests", fails)
-    with pytest.raises(FileError, match="Input/output error"):
-        open_extents([str(tmp_path)], extent_file.WORTH_TRYING_BYTES)
-    assert len(closed) == 2

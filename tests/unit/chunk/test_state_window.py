@@ -37,8 +37,8 @@ class Window:
         """Transfers in order: what, bytes that the lane was given."""
         self.submitted: list[int] = []
         self._submit, self.lane.submit = self.lane.submit, self._noted  # type: ignore[method-assign]
-        self.window = StateWindow(self.lane, buffers, lambda _: ExtentFile([str(folder)], files=files))
-        self.window.count_in(self.arena, 2 * BLOCK * chunks)
+        self.window = StateWindow(self.lane, buffers, lambda: ExtentFile([str(folder)], files=files))
+        self.window.count_in(self.arena)
         self.chunks = [StoredStates(self.window, f"chunk {index}", 2 * BLOCK) for index in range(chunks)]
         self.masters, self.states = list[torch.Tensor](), list[torch.Tensor]()
         for index, chunk in enumerate(self.chunks):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.extents import extent_file as extents
 from elixir.files import DIRECT_BYTES
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.microbench import disk, machine, measure
@@ -49,13 +48,6 @@ def test_both_ways_are_measured_and_no_file_is_left(
     # Where the page cache takes part, what it holds goes after every transfer.
     assert direct or dropped.count(os.POSIX_FADV_DONTNEED) >= sum(len(s.points) * s.repeats for s in found[:3])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_fastest_requests_are_found_and_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny requests take longest, so others are taken, and said."""
-    tiny = extents.Requests(DIRECT_BYTES, 1)
-    monkeypatch.setattr(extents, "REQUESTS", (tiny, extents.Requests(MIB, 2)))
-    assert all("2 threads with requests of 1.00 MiB" in series.how for series in disk_series(QUICK, tmp_path))
 
 
 def test_a_profile_learns_of_a_disk(tmp_path: Path) -> None:

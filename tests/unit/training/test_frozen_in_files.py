@@ -231,7 +231,7 @@ def test_writes_that_files_would_lose_are_refused(tmp_path: Path) -> None:
     pair.train(1)
 
 
-def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path) -> None:
     disk = BrokenDisk(errno.EIO, ("read",))
     pair = Pair(tmp_path, debug=Debug(files=disk))
     pair.train(1)
@@ -240,10 +240,6 @@ def test_a_failing_or_changing_file_is_named_in_the_step(tmp_path: Path, caplog:
         pair.train(1)
     disk.broken = False
     pair.train(1)  # nothing was lost
-    (tmp_path / "part-0.safetensors").touch()
-    caplog.clear()
-    pair.train(2)  # the same values, as far as samples tell
-    assert caplog.text.count("part-0.safetensors was written") == 1
     _other_values(tmp_path / "part-0.safetensors")
     with pytest.raises(FileError, match="part-0.safetensors: the file has changed since the run began"):
         pair.train(1)

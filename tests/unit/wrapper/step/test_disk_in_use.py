@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +16,8 @@ import torch
 
 import elixir
 from elixir.errors import DiskError
-from elixir.extents import extent_file as extents
-from elixir.files import DIRECT_BYTES, Files
+from elixir.files import Files
 from elixir.hardware.profile import preset
-from elixir.units import MIB
 from elixir.wrapper.run_options import Debug
 from tests.common.early import all_early
 from tests.common.on_disk import BrokenDisk, on_disk
@@ -80,27 +76,6 @@ def test_states_are_striped_over_several_drives(tmp_path: Path) -> None:
         parts = [disk.moved["abc"[i], way] for i in range(3)]
         assert max(parts) < 2 * min(parts), parts  # the first step has only masters, which lie on the first drive
     assert all(list(folder.iterdir()) == [] for folder in folders)
-
-
-def test_much_is_moved_with_the_requests_that_the_disk_takes_fastest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Requests of a block take longest; a run with little to move tries nothing."""
-    slow, fast = extents.Requests(DIRECT_BYTES), extents.Requests(MIB, 2)
-    monkeypatch.setattr(extents, "REQUESTS", (slow, fast))
-    monkeypatch.setattr(extents, "TRIED_BYTES", 2 * MIB)
-    it = case("gpt2")
-    plan = on_disk(make_plan(it, "streamed"))
-    for least_bytes, expected in ((plan.disk_bytes(), [str(fast)]), (plan.disk_bytes() + 1, [])):
-        monkeypatch.setattr(extents, "WORTH_TRYING_BYTES", least_bytes)
-        caplog.clear()
-        with (
-            caplog.at_level(logging.INFO, extents.__name__),
-            Pair(copy.deepcopy(it), plan, disk_folder=tmp_path) as pair,
-        ):
-            assert re.findall("are moved by (.*)", caplog.text) == expected
-            pair.train(2)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_of_several_drives_that_fails_is_named(tmp_path: Path) -> None:
