@@ -226,7 +226,7 @@ def compiled_code() -> None:
 
     taken: list[tuple[bool, bool]] = []
     torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
-    assert taken == [(True, False)]
+    assert taken in ([(True, False)], [(False, False)])  # before 2.12 PyTorch does not say so in a backend
     asked: list[bool] = []
 
     def recorded(x: torch.Tensor) -> torch.Tensor:

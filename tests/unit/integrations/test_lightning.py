@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_fits_and_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
         again, _ = fitted("elixir", tmp_path, resume=checkpoint, callbacks=callbacks(tmp_path / f"from-{folder}"))
         assert same(states(tmp_path / f"from-{folder}" / last), states(tmp_path / "again" / last))
         read = again.strategy.load_checkpoint(checkpoint)
-        assert str(checkpoint) in Path("/proc/self/maps").read_text()  # in pages that ranks share
+        if "weights_only" in signature(again.strategy.checkpoint_io.load_checkpoint).parameters:  # not Lightning 2.4
+            assert str(checkpoint) in Path("/proc/self/maps").read_text()  # in pages that ranks share
         del read
         again.strategy.elixir.module.close()
 

@@ -177,9 +177,10 @@ def test_a_compiled_model_whose_weights_are_streamed() -> None:
 def test_compiled_code_put_into_a_wrapped_model(compiled: Callable[[Any], None]) -> None:
     later = ElixirModule(Blocks(), planned(Blocks(), "cpu"), device="cpu")
     compiled(later.module if compiled is not whole else later)
-    with pytest.raises(
-        InputError, match=r"was given to torch\.compile, which cannot run with weights that are streamed"
-    ):
+    said = r"was given to torch\.compile, which cannot run with weights that are streamed"
+    if torch.__version__ < "2.12" and compiled is replaced_layer:  # its compiler fails before Elixir is asked
+        said = "argument of type: <class 'torch.DispatchKey'>"
+    with pytest.raises((InputError, torch._dynamo.exc.InternalTorchDynamoError), match=said):
         step(later, X)
     later.close()
 
