@@ -34,6 +34,8 @@ HEAP_LEFT_BYTES = 12 * MIB
 
 Source: `benchmark/results/contract.csv`, runs with one rank that save one: 6, 7, 9, 11, 20 and 37 MB above a prediction
 without it."""
+MAPPED_BYTES = 32 * MIB
+"""A tensor of more bytes never lies in the heap: glibc maps it, and gives it back when it is freed."""
 HEAP_LOOK_SHARE = 0.015
 """Memory is given back at this share below the expected peak, since gradients come in large pieces.
 
@@ -86,22 +88,6 @@ def give_back_freed() -> None:
         trim(0)
 
 
-class _HeapFacts(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def freed_in_heap_bytes() -> int:
-    """Memory that is freed, and that glibc keeps for what is allocated next; 0 with another C library."""
-    facts = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if facts is None:
-        return 0
-    facts.restype = _HeapFacts
-    return int(facts().fordblks)
-
-
 class HeapLimit:
     """Gives freed memory back when this process has more private memory than it is expected to.
 
@@ -118,6 +104,10 @@ class HeapLimit:
         """The expected peak of `Resident.own_bytes`; 0 for none."""
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
         self._unseen_bytes = self._room_bytes = 0
+        self._lasting_bytes: int | None = None
+        """Held by a forward that began by giving back: no freed memory is among them. None before, and once a forward
+        was believed to use freed memory again, and did not."""
+        self._believes = False
 
     def set(self, expected_bytes: int, unseen_bytes: int = 0, room_bytes: int = 0) -> None:
         """Expects a peak of `Resident.own_bytes` from here on.
@@ -145,13 +135,25 @@ class HeapLimit:
         """
         coming_bytes = max(coming_bytes, self._unseen_bytes)
         if self._file is not None and self._held_bytes() + coming_bytes > self._next_bytes:
-            if self._room_bytes:  # it is taken from there first
-                again_bytes = min(freed_in_heap_bytes(), self._room_bytes, coming_bytes)
-                if self._held_bytes() + coming_bytes - again_bytes <= self._next_bytes:
-                    return
             give_back_freed()
+            if self._believes:
+                self._believes, self._lasting_bytes, self._room_bytes = False, None, 0
             least = self._held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
             self._next_bytes = max(self._limit_bytes, least)
+
+    def forward_begins(self, coming_bytes: int) -> None:
+        """As `trim_if_over`; with room, what comes takes the freed memory that the heap has kept first. Should more be
+        held in the same step than is expected, it does not, such as tensors of more than `MAPPED_BYTES`, and this is
+        not supposed again."""
+        self._believes, held_bytes = False, self._held_bytes()
+        if self._room_bytes and self._lasting_bytes is not None:
+            again_bytes = min(max(held_bytes - self._lasting_bytes, 0), coming_bytes)
+            self.trim_if_over(coming_bytes - again_bytes)
+            self._believes = again_bytes > 0
+            return
+        self.trim_if_over(coming_bytes)
+        if self._room_bytes and self._held_bytes() < held_bytes:  # it has given back
+            self._lasting_bytes = self._held_bytes()
 
     def forget(self) -> None:
         """Expects nothing any more: no plan runs on a CPU, or this is a forked process."""

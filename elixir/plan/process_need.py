@@ -12,6 +12,7 @@ from elixir.hardware.process_memory import (
     HEAP_OF_RANKS,
     HEAP_SHARE,
     HELD,
+    MAPPED_BYTES,
     Resident,
 )
 from elixir.hardware.profile import HardwareProfile
@@ -99,7 +100,8 @@ def process_need(  # noqa: PLR0913 - all that a process holds, by name
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
     gathered = max(_gathered_bytes(plan, given_bytes) - exchanged, 0) if on_cpu else 0
-    gaps += min(max(passing - gaps, 0), room_bytes)  # no more than a step makes and frees
+    mapped = sum(nbytes for nbytes in _gradient_bytes(plan) if nbytes > MAPPED_BYTES)
+    gaps += min(max(passing - mapped - gaps, 0), room_bytes)  # no more than a step makes and frees there
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     left = min(gaps, HEAP_LEFT_BYTES)
     parts = {
@@ -139,6 +141,10 @@ def steps_in_loop(plan: Plan) -> bool:
 def must_be_free_bytes(plan: Plan, hardware: HardwareProfile) -> int:
     """The memory of each machine that must be free for a run of the plan."""
     return planned_need(plan, hardware).machine_bytes(hardware.ranks_per_host(plan.world_size))
+
+
+def _gradient_bytes(plan: Plan) -> list[int]:
+    return [dtype_bytes(chunk.dtype) * s.numel for chunk in plan.chunks if chunk.trainable for s in chunk.parameters]
 
 
 def _stepping_bytes(plan: Plan, *, on_cpu: bool) -> int:

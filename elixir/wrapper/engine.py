@@ -312,7 +312,7 @@ class Engine:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
         if self.joins_pass:
             return
-        HEAP.trim_if_over(self.plan.predicted.activation_bytes if torch.is_grad_enabled() and not of_part else 0)
+        HEAP.forward_begins(self.plan.predicted.activation_bytes if torch.is_grad_enabled() and not of_part else 0)
         if not of_part:
             self.cache.begin()
         self.phase.enter_forward()

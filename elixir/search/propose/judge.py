@@ -245,12 +245,11 @@ class Judge:
             worst = self.score(it, self.known, most)
             if worst < most:
                 most, surest = worst, it
-        near = sorted((it for least, it in ranked if least < most + _tie(_needs(it))), key=_needs)
-        for needs, alike in groupby(near, _needs):
-            enough = most + _tie(needs)
-            judged = [(round(self.score(it, self.known, enough), DECIMALS), it) for it in alike]
+        near = sorted((it for least, it in ranked if least < most + tie(it)), key=_needs)
+        for _, alike in groupby(near, _needs):
+            judged = [(round(self.score(it, self.known, most + tie(it)), DECIMALS), it) for it in alike]
             worst, best = min(judged, key=itemgetter(0))
-            if worst < enough:
+            if worst < most + tie(best):
                 return best
         return surest  # if what was simulated since makes all others, and it, less sure
 
@@ -288,5 +287,6 @@ def _needs(candidate: Candidate) -> tuple[int, int]:
     return candidate.hosted_numel, candidate.need.host_bytes
 
 
-def _tie(needs: tuple[int, int]) -> float:
-    return TIE if any(needs) else TIE_WITHOUT_HOST
+def tie(candidate: Candidate) -> float:
+    """The regret that a candidate may have above the least and be as good."""
+    return TIE if any(_needs(candidate)) else TIE_WITHOUT_HOST

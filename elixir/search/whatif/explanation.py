@@ -25,7 +25,7 @@ from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import levels_of
-from elixir.search.propose.judge import TIE
+from elixir.search.propose.judge import tie
 from elixir.search.propose.sizes import SearchSpace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -273,7 +273,7 @@ class _Variants:
         found = [replace(it, step_s=other.seconds_by(self._space.on(it.scenario).cost)["total"]) for it in known]
         worst = max(found, key=lambda it: it.regret, default=None)
         own = max((it.regret for it in known), default=0.0)
-        return worst if worst is not None and worst.regret > own - TIE else None
+        return worst if worst is not None and worst.regret > own - tie(self._base) else None
 
     def _check(self, trace: StepTrace) -> None:
         """The order of use does not depend on the batch, but memory and time do; so they must agree."""

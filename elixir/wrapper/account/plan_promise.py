@@ -101,7 +101,8 @@ class PlanPromise:
             return LARGEST_BYTES
         if now is None:
             return LARGEST_BYTES
-        need_bytes = self.need_of(self._engine.plan).own_bytes
+        plan = self._engine.plan
+        need_bytes = self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes)).own_bytes
         later = max(need_bytes - now.own_bytes, 0) + int(promises.UNSTEADY_SHARE * need_bytes)
         return max(free // self.ranks - later, 0)
 

@@ -90,32 +90,40 @@ def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatc
     assert (len(given), limit.expected_bytes) == (1, 0)
 
 
-def test_what_is_kept_counts_for_what_comes_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room_bytes", [0, MIB])
+def test_with_room_a_forward_uses_freed_memory_again_until_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    """1,000 MiB are expected, 700 last, and 100 come with each forward."""
     if resident() is None:
         pytest.skip("this operating system does not tell what is resident")
-    given: list[int] = []
-    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.append(1))
-    monkeypatch.setattr(process_memory, "freed_in_heap_bytes", lambda: 60 * MIB)
-    monkeypatch.setattr(HeapLimit, "_held_bytes", lambda self: 980 * MIB)
-    limit, most = HeapLimit(), int(1001 * MIB / (1 - HEAP_LOOK_SHARE))  # what is held already may be shared
-    for room, coming, times in ((0, 40, 1), (60, 40, 0), (10, 40, 1), (30, 40, 0), (60, 200, 1), (60, 0, 0)):
-        given.clear()
-        with monkeypatch.context() as alone:
-            alone.setattr(process_memory, "resident", lambda: None)
-            limit.set(most, room_bytes=room * MIB)
-        limit.trim_if_over(coming * MIB)
-        assert len(given) == times, (room, coming)
+    held, given = [0], [0]
+
+    def give_back() -> None:
+        held[0], given[0] = 700, given[0] + 1
+
+    monkeypatch.setattr(process_memory, "give_back_freed", give_back)
+    monkeypatch.setattr(process_memory, "resident", lambda: None)
+    monkeypatch.setattr(HeapLimit, "_held_bytes", lambda limit: held[0] * MIB)
+    limit = HeapLimit()
+    limit.set(int(1001 * MIB / (1 - HEAP_LOOK_SHARE)), room_bytes=room_bytes)
+
+    def step(begins: int, most: int) -> tuple[int, int]:
+        """How often is given back at the beginning of a forward, and afterwards."""
+        before = given[0]
+        held[0] = begins
+        limit.forward_begins(100 * MIB)
+        middle = given[0]
+        held[0] = most
+        limit.trim_if_over()
+        return middle - before, given[0] - middle
+
+    assert step(850, 950) == (0, 0)
+    assert step(950, 980) == (1, 0)  # now it is known what lasts
+    assert step(980, 980) == (0 if room_bytes else 1, 0)
+    assert step(980, 1080) == (0 if room_bytes else 1, 1)  # nothing was used again
+    assert step(980, 980) == (1, 0)
     limit.forget()
-
-
-def test_the_heap_says_what_it_keeps() -> None:
-    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        pytest.skip("only a newer glibc says it")
-    pieces = [torch.zeros(96 << 8) for _ in range(640)]
-    kept, before = pieces[::16], process_memory.freed_in_heap_bytes()
-    del pieces
-    assert process_memory.freed_in_heap_bytes() - before > 50 * MIB
-    assert len(kept) == 40
 
 
 def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
