@@ -272,7 +272,6 @@ LIMITS = {
 MEMORIES: dict[str, dict[str, type]] = {
     "promises": {"elixir.hardware.promises._AT_WORK": weakref.WeakSet},  # of memory, by other models
     "Adam kernels": {"elixir.kernels.adam.native._begun": dict},
-    "model kernels": {"elixir.kernels.model.registry._loaded": dict, "elixir.kernels.model.libraries._reported": set},
 }
 
 
