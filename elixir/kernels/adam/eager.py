@@ -7,8 +7,6 @@ they are rounded. So the shard passes through memory about once, even without a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from elixir.hardware.process_memory import HEAP
@@ -66,7 +64,7 @@ def eager_step(
             if factor != 1.0:
                 ours.mul_(factor)
         part = moments.cut(first + piece.start, first + piece.stop)
-        fused_step([ours], [weights], [part.exp_avg], [part.exp_avg_sq], options, step)
+        fused_step(ours, weights, part.exp_avg, part.exp_avg_sq, options, step)
         if out is not None:
             out.copy_(weights)
     return IN_PIECES if fused else PLAIN
@@ -94,23 +92,21 @@ def rule_step(
 
 
 def fused_step(
-    gradients: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     options: AdamOptions,
     step: int,
 ) -> None:
-    """torch's fused kernel over float32 tensors of one CPU or CUDA device, all at the same step."""
-    kernel = fused_adamw if options.decoupled else fused_adam
-    number = torch.full((), float(step), dtype=torch.float32, device=masters[0].device)  # a kernel: nobody waits
-    kernel(
-        list(masters),
-        list(gradients),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+    """torch's fused kernel over float32 tensors on a CPU or CUDA device."""
+    (fused_adamw if options.decoupled else fused_adam)(
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
         [],
-        [number] * len(masters),
+        [torch.full((), float(step), dtype=torch.float32, device=master.device)],  # a kernel: nobody waits
         lr=options.lr,
         beta1=options.beta1,
         beta2=options.beta2,

@@ -160,7 +160,7 @@ def lane() -> Iterator[ThreadLane]:
 
 def _fused() -> Callable[[], object]:
     tensors = [torch.zeros(2**20) for _ in range(4)]
-    return partial(fused_step, *([tensor] for tensor in tensors), AdamOptions(), 1)
+    return partial(fused_step, *tensors, AdamOptions(), 1)
 
 
 def _in_pieces() -> Callable[[], object]:
