@@ -23,19 +23,14 @@ class DiskStates:
     Args:
         folder: on the disk.
         parameters: whose states live there; all in host memory.
-        states: the states of an optimizer; those of `parameters` have their tensors only inside of `in_turn`.
+        states: the states of an optimizer. Those of `parameters` are in memory now, and then only inside of `in_turn`.
     """
 
     def __init__(
         self, folder: PathLike, parameters: Sequence[nn.Parameter], states: MutableMapping[Any, dict[str, Any]]
     ) -> None:
-        self.parameters, self._folder = dict.fromkeys(parameters), folder
-        self._lane = ThreadPoolExecutor(1, "elixir disk")
-        self.use(states)
-
-    def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
-        """Goes on from other states: those of the parameters here are in memory now, and then on the disk only."""
-        file = ExtentFile([self._folder])  # the file before is closed with its last reference, below
+        file = ExtentFile([folder])  # it is closed with its last reference
+        self.folder, self.parameters = folder, dict.fromkeys(parameters)
         self._states, self._file = states, TensorFile(lambda: file)
         self._stored: dict[nn.Parameter, StoredTensors] = {}
         self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
@@ -52,7 +47,7 @@ class DiskStates:
         if write and self._file.lost is not None:
             raise self._file.lost
         writes: list[Future[None]] = []
-        try:
+        with ThreadPoolExecutor(1, "elixir disk") as lane:  # which has written all when it ends
             for parameter in parameters:
                 stored, store = self._stored.get(parameter), None
                 memory = paged_memory(0 if stored is None else stored.nbytes)
@@ -67,9 +62,7 @@ class DiskStates:
                         stored.put_away()
                 wait(writes[-1:])
                 if store is not None:
-                    writes.append(self._lane.submit(store))
-        finally:
-            wait(writes)  # the caller may close the file next, or call this again
+                    writes.append(lane.submit(store))
         for written in writes:
             written.result()
 
@@ -91,7 +84,7 @@ class DiskStates:
             for name, value in tensors.items():
                 order = value.stride()
                 stored.region(name, value.numel(), value.dtype).as_strided(value.shape, order).copy_(value)
-                stored.show(self, value, name, stride=order)
+                stored.show(None, value, name, stride=order)
         self._stored[parameter] = stored
         return partial(stored.store, memory)
 

@@ -207,7 +207,7 @@ class HybridAdam(torch.optim.Optimizer):
             if number in saved:
                 self.state[parameter] = _loaded(saved[number], parameter)
         if self._on_disk is not None:
-            self._on_disk.use(self.state)
+            self._on_disk = DiskStates(self._on_disk.folder, [*self._away], self.state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, or loaded: groups that torch's own Adam wrote lack some options, and have others."""
