@@ -175,12 +175,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing loaded yet, no wish in the environment, 48 classes per slice, so that a tiny vocabulary takes several."""
-    from elixir.kernels.model import linear_cross_entropy, registry
-    from tests.common import inside
+    """No wish in the environment, 48 classes per slice, so that a tiny vocabulary takes several."""
+    from elixir.kernels.model import fused_kernels, linear_cross_entropy
 
-    inside.forget(monkeypatch, "model kernels")
-    monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(fused_kernels.ENVIRONMENT, raising=False)
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 1)
     monkeypatch.setattr(linear_cross_entropy, "MIN_SLICE_COLUMNS", 48)
     threads = torch.get_num_threads()

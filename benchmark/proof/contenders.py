@@ -20,8 +20,7 @@ from torch import nn
 from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import Filling, blocks, micro_batches, on_meta
 from benchmark.proof.place import Place
-from elixir.kernels.model.fused_kernels import FusedKernels
-from elixir.kernels.model.registry import KINDS, PLAIN
+from elixir.kernels.model.fused_kernels import PLAIN, PROVIDERS, FusedKernels
 from elixir.units import format_bytes
 
 MAX_NORM = 1e3
@@ -121,7 +120,7 @@ def chunk_the_loss(model: nn.Module, device_type: str) -> None:
     Raises:
         NotRun: the model's last layer and loss are none that it knows.
     """
-    fused = FusedKernels(model, {**dict.fromkeys(KINDS, PLAIN), "cross_entropy": "elixir"}, device_type)
+    fused = FusedKernels(model, {**dict.fromkeys(PROVIDERS, PLAIN), "cross_entropy": "elixir"}, device_type)
     if "cross_entropy" not in fused.counts:
         raise NotRun(f"{type(model).__name__} has no loss that can be taken in parts of the vocabulary")
 

@@ -1,4 +1,4 @@
-"""The fused steps: Adam for shards and whole models, and a model's norms, SwiGLU blocks, rotations and loss."""
+"""The fused steps: Adam for shards and whole models, and a model's loss."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
 
         swapping = Swapping(model, replace(shape, units=tuple(layers.values())), recorder.host)
         references_when_alone()
-        fused = FusedKernels(model, use_fused_kernels, target.kind)
+        fused = FusedKernels(model, use_fused_kernels, target.kind, traced=True)
         code = CompiledLayers(
             model,
             compiled,

@@ -73,10 +73,10 @@ class ElixirModule(nn.Module):
             cast (`casts_buffers`).
         reduce_always_fp32: average gradients over the ranks in float32.
         output_fp32: cast floating outputs to float32.
-        use_fused_kernels: step Adam over whole shards in one pass, and run the model's norms, SwiGLU blocks, rotations
-            and its loss by the best kernels present (docs/design/kernels.md), which rounds differently and, in
-            training, gives no logits along with a loss. A dict names providers by kind, such as ``{"cross_entropy":
-            "plain"}``.
+        use_fused_kernels: step Adam over whole shards in one pass, compute the model's loss without all logits and, on
+            CUDA, run its layers by Liger-Kernel where that is installed (docs/design/kernels.md). This rounds
+            differently and, in training, gives no logits along with a loss. A dict names providers by kind, such as
+            ``{"cross_entropy": "plain"}``.
         weights: values that replace the model's own: a state dict, safetensors (a file, several, a folder), or the
             folder of a checkpoint. The model's modules initialise whatever is on meta and gets no value. Where the plan
             has ``frozen_weights="files"``, safetensors in which frozen weights stay.

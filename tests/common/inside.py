@@ -271,8 +271,7 @@ LIMITS = {
 }
 MEMORIES: dict[str, dict[str, type]] = {
     "promises": {"elixir.hardware.promises._AT_WORK": weakref.WeakSet},  # of memory, by other models
-    "Adam kernels": {"elixir.kernels.adam.when_compiled._progress": dict},
-    "model kernels": {"elixir.kernels.model.registry._loaded": dict, "elixir.kernels.model.libraries._reported": set},
+    "Adam kernels": {"elixir.kernels.adam.native._begun": dict},
 }
 
 

@@ -13,10 +13,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
-from elixir.kernels.adam.adam_rule import AdamOptions
-from elixir.kernels.adam.compiled_step import Combination
-from elixir.kernels.adam.moments import make_moments
-from elixir.kernels.adam.step import adam_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.early import chain
@@ -244,15 +240,6 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(InputError, match=f"{missing}.*there are {torch.cuda.device_count()}"):
         ElixirModule(it.model, make_plan(it, "streamed"), device=missing)
-
-
-def test_compiled_adam_is_asked_for_by_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has its index: code compiled on another device would launch there."""
-    asked: list[Combination] = []
-    monkeypatch.setattr(f"{adam_step.__module__}.compiled_step", lambda combination, numel: asked.append(combination))
-    values = torch.ones(64, device="cuda:0")
-    adam_step(values.clone(), values.clone(), None, make_moments(64, "float32", values.device), AdamOptions(), 1)
-    assert [combination.device for combination in asked] == ["cuda:0"]
 
 
 def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Adam, written once, as a plain function over flat tensors.
 
 `adam_rule` is the arithmetic; steps with moments in float32, bfloat16 or 8 bits read them, call it and write
-them back. It has no branch and takes all numbers from one small tensor, so that one compilation serves every
-learning rate, step, decay and length.
+them back. It has no branch and takes all numbers from one small tensor, as the C++ kernel does.
 """
 
 from __future__ import annotations
@@ -155,34 +154,3 @@ def adam_rule(
     exp_avg_sq = exp_avg_sq * beta2 + gradient * (gradient * keep2)
     root = rounded_root(exp_avg_sq) * inverse_root2 + eps
     return master * decay - (exp_avg * step_size) / root, exp_avg, exp_avg_sq
-
-
-def adam_(
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    weight_out: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: torch.Tensor,
-) -> None:
-    """One step in place, moments in float32.
-
-    Args:
-        gradient: any floating dtype.
-        master: float32 weights; updated.
-        weight_out: takes the new weights in its own dtype; None where `master` is all there is.
-        exp_avg: float32; updated.
-        exp_avg_sq: float32; updated.
-        scalars: of `adam_scalars`.
-    """
-    new_master, new_avg, new_sq = adam_rule(gradient, master, exp_avg, exp_avg_sq, scalars)
-    write_weights_(new_master, master, weight_out)
-    exp_avg.copy_(new_avg)
-    exp_avg_sq.copy_(new_sq)
-
-
-def write_weights_(new: torch.Tensor, master: torch.Tensor, weight_out: torch.Tensor | None) -> None:
-    """Copies updated weights to their master and, rounded, to where the model reads them."""
-    master.copy_(new)
-    if weight_out is not None:
-        weight_out.copy_(new)

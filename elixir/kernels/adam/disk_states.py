@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,9 +16,6 @@ from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
 from elixir.files import PathLike
 
-WINDOW = 3
-"""Parameters whose states are in memory at once: one is stepped, one is read, one is written."""
-
 
 class DiskStates:
     """States of some parameters, in a file without a name.
@@ -24,21 +23,14 @@ class DiskStates:
     Args:
         folder: on the disk.
         parameters: whose states live there; all in host memory.
-        states: the states of an optimizer; those of `parameters` have their tensors only inside of `in_turn`.
+        states: the states of an optimizer. Those of `parameters` are in memory now, and then only inside of `in_turn`.
     """
 
     def __init__(
         self, folder: PathLike, parameters: Sequence[nn.Parameter], states: MutableMapping[Any, dict[str, Any]]
     ) -> None:
-        self.parameters = dict.fromkeys(parameters)
-        self._folder = folder
-        self._lane = ThreadPoolExecutor(1, "elixir disk")
-        self._memory = [paged_memory(0) for _ in range(WINDOW)]
-        self.use(states)
-
-    def use(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
-        """Goes on from other states: those of the parameters here are in memory now, and then on the disk only."""
-        file = ExtentFile([self._folder])  # the file before is closed with its last reference, below
+        file = ExtentFile([folder])  # it is closed with its last reference
+        self.folder, self.parameters = folder, dict.fromkeys(parameters)
         self._states, self._file = states, TensorFile(lambda: file)
         self._stored: dict[nn.Parameter, StoredTensors] = {}
         self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
@@ -47,69 +39,54 @@ class DiskStates:
         self, parameters: Sequence[nn.Parameter], work: Callable[[nn.Parameter], object], *, write: bool = True
     ) -> None:
         """Calls `work` for each parameter while its states are in memory; with `write` it may change them, or make them
-        if there are none.
+        if there are none. While one is read and stepped, the one before is written.
 
         Raises:
             DiskError: the disk has failed, now or before.
         """
         if write and self._file.lost is not None:
             raise self._file.lost
-        reads: list[Future[None]] = []
         writes: list[Future[None]] = []
-        try:
-            for turn, parameter in enumerate(parameters):
-                # The one lane works in this order, so it has written what a buffer held before it reads into it.
-                for ahead in parameters[len(reads) : turn + WINDOW - 1]:
-                    reads.append(self._lane.submit(self._read, ahead, len(reads) % WINDOW))
-                reads[turn].result()
-                stored, changed = self._stored.get(parameter), False
+        with ThreadPoolExecutor(1, "elixir disk") as lane:  # which has written all when it ends
+            for parameter in parameters:
+                stored, store = self._stored.get(parameter), None
+                memory = paged_memory(0 if stored is None else stored.nbytes)
                 if stored is not None:
-                    stored.bind(self._memory[turn % WINDOW])
+                    stored.fill(memory)
+                    stored.bind(memory)
                 try:
                     work(parameter)
-                    stored = self._kept(parameter, turn % WINDOW) if write else stored
-                    changed = write
+                    store = self._kept(parameter, memory) if write else None
                 finally:
-                    if stored is not None and not changed:
+                    if store is None and stored is not None:
                         stored.put_away()
-                if stored is not None and changed:
-                    writes.append(self._lane.submit(stored.store, self._memory[turn % WINDOW]))
-        finally:
-            wait([*reads, *writes])  # the caller may close the file next, or call this again
+                wait(writes[-1:])
+                if store is not None:
+                    writes.append(lane.submit(store))
         for written in writes:
             written.result()
 
-    def _read(self, parameter: nn.Parameter, slot: int) -> None:
-        if parameter in self._stored:
-            self._stored[parameter].fill(self._room(slot, self._stored[parameter].nbytes))
-
-    def _kept(self, parameter: nn.Parameter, slot: int) -> StoredTensors | None:
-        """The place of a state, whose tensors are moved into the buffer if they are not there yet; None without any."""
+    def _kept(self, parameter: nn.Parameter, memory: torch.Tensor) -> Callable[[], None] | None:
+        """A function that writes a state from memory to its place, which is new if its tensors are; None without."""
         values = self._states[parameter].items()
         tensors = {name: value for name, value in values if isinstance(value, torch.Tensor) and value.dim()}
-        before = self._stored.get(parameter)
-        if before is not None:
-            if list(map(id, tensors.values())) == list(map(id, before.tensors)):
-                return before
-            for value in tensors.values():
-                value.data = value.clone()  # the tensors lie in a buffer that other states will fill
-            self._stored.pop(parameter).give_back()
-        if not tensors:
-            return None
-        # Each tensor begins at a multiple of its itemsize.
-        nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())
-        self._stored[parameter] = stored = StoredTensors(self._file, "a HybridAdam", nbytes)
-        stored.bind(self._room(slot, stored.nbytes))
-        for name, value in tensors.items():
-            order = value.stride()
-            stored.region(name, value.numel(), value.dtype).as_strided(value.shape, order).copy_(value)
-            stored.show(self, value, name, stride=order)
-        return stored
-
-    def _room(self, slot: int, nbytes: int) -> torch.Tensor:
-        if self._memory[slot].nbytes < nbytes:
-            self._memory[slot] = paged_memory(nbytes)
-        return self._memory[slot]
+        stored = self._stored.pop(parameter, None)
+        if stored is None or list(map(id, tensors.values())) != list(map(id, stored.tensors)):
+            if stored is not None:
+                stored.give_back()
+            if not tensors:
+                return None
+            # Each tensor begins at a multiple of its itemsize.
+            nbytes = sum(value.nbytes + value.itemsize for value in tensors.values())
+            stored = StoredTensors(self._file, "a HybridAdam", nbytes)
+            memory = paged_memory(stored.nbytes)
+            stored.bind(memory)
+            for name, value in tensors.items():
+                order = value.stride()
+                stored.region(name, value.numel(), value.dtype).as_strided(value.shape, order).copy_(value)
+                stored.show(None, value, name, stride=order)
+        self._stored[parameter] = stored
+        return partial(stored.store, memory)
 
 
 def chosen(parameters: Iterable[nn.Parameter], fraction: float) -> list[nn.Parameter]:
@@ -119,11 +96,5 @@ def chosen(parameters: Iterable[nn.Parameter], fraction: float) -> list[nn.Param
     if not 0 <= fraction <= 1:
         raise InputError(f"nvme_offload_fraction must be from 0 to 1, got {fraction}")
     here = [parameter for parameter in parameters if parameter.device.type == "cpu" and parameter.numel()]
-    left = fraction * sum(parameter.numel() for parameter in here)
-    found = []
-    for parameter in here:
-        if left < parameter.numel():
-            break
-        left -= parameter.numel()
-        found.append(parameter)
-    return found
+    ends = [*accumulate(parameter.numel() for parameter in here)]
+    return [parameter for parameter, end in zip(here, ends, strict=True) if end <= fraction * ends[-1]]

@@ -7,14 +7,12 @@ they are rounded. So the shard passes through memory about once, even without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from elixir.hardware.process_memory import HEAP
-from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars
-from elixir.kernels.adam.moments import STEPS, MasterStates, step_arguments
-from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL, MomentKind
+from elixir.kernels.adam.adam_rule import AdamOptions, adam_rule, adam_scalars
+from elixir.kernels.adam.moments import MasterStates, read_moments, write_moments
+from elixir.optimizer_states import LARGEST_HOST_PIECE_NUMEL, LARGEST_PIECE_NUMEL
 from elixir.torch_private import fused_adam, fused_adamw
 
 IN_PIECES, PLAIN = "in pieces", "plain"
@@ -34,28 +32,45 @@ def eager_step(
     factor: float,
     first: int = 0,
 ) -> str:
-    """One step in place; with 8-bit moments, of whole blocks.
+    """One step in place.
 
     Args:
         gradient, weight_out, options, step, factor: as of `adam_step`.
-        states: of just these elements.
-        first: position of element 0 in the tensor by whose positions moments are rounded.
+        states: master weights of just these elements, and moments that may be of more.
+        first: position of element 0 in the moments.
 
     Returns:
         The form of the step: `IN_PIECES` or `PLAIN`.
     """
-    kind, device = states.moments.kind, states.master.device
-    if kind == "float32" and device.type in ("cpu", "cuda"):
-        _fused_pieces(gradient, states, weight_out, options, step, factor)
-        return IN_PIECES
-    piece_numel = _piece_numel(device.type, kind)
-    step_pieces(lambda _: STEPS[kind], piece_numel, gradient, states, weight_out, options, step, factor, first)
-    return PLAIN
+    (master, moments), device = states, states.master.device
+    numel, fused = master.numel(), moments.kind == "float32" and device.type in ("cpu", "cuda")
+    piece_numel = LARGEST_PIECE_NUMEL
+    if device.type == "cpu":
+        most = LARGEST_PIECE_NUMEL if fused else LARGEST_HOST_PIECE_NUMEL
+        piece_numel = min(_CPU_PIECE_NUMEL * torch.get_num_threads(), most)
+    as_it_is = gradient.dtype == torch.float32 and factor == 1.0
+    if fused and as_it_is and weight_out is None:
+        piece_numel = numel
+    scratch = torch.empty(min(numel, piece_numel), device=device) if fused and not as_it_is else None
+    for start in range(0, numel, piece_numel):
+        piece = slice(start, min(start + piece_numel, numel))
+        weights, ours, out = master[piece], gradient[piece], None if weight_out is None else weight_out[piece]
+        if not fused:
+            HEAP.trim_if_over()  # each piece may leave gaps
+            rule_step(ours, MasterStates(weights, moments), out, options, step, factor, first + start)
+            continue
+        if scratch is not None:
+            ours = scratch[: weights.numel()].copy_(ours)
+            if factor != 1.0:
+                ours.mul_(factor)
+        part = moments.cut(first + piece.start, first + piece.stop)
+        fused_step(ours, weights, part.exp_avg, part.exp_avg_sq, options, step)
+        if out is not None:
+            out.copy_(weights)
+    return IN_PIECES if fused else PLAIN
 
 
-def step_pieces(  # noqa: PLR0913 - a step's arguments, and how to make it
-    function: Callable[[int], Callable[..., object]],
-    piece_numel: int,
+def rule_step(
     gradient: torch.Tensor,
     states: MasterStates,
     weight_out: torch.Tensor | None,
@@ -64,33 +79,34 @@ def step_pieces(  # noqa: PLR0913 - a step's arguments, and how to make it
     factor: float,
     first: int,
 ) -> None:
-    """Steps piece by piece with the step function that `function` gives for a number of elements."""
-    numel = states.master.numel()
-    scalars = adam_scalars(options, step, factor, states.master.device)
-    for start in range(0, numel, piece_numel):
-        HEAP.trim_if_over()  # each piece may leave gaps
-        part = slice(start, min(start + piece_numel, numel))
-        function(part.stop - start)(*step_arguments(gradient, states, weight_out, scalars, step, part, first))
+    """`eager_step` by `adam_rule`, all elements at once."""
+    (master, moments), scalars = states, adam_scalars(options, step, factor, states.master.device)
+    old = [*read_moments(moments, master.numel(), first)]
+    # Popped, so that the rule frees each as soon as there is a new one.
+    new, exp_avg, exp_avg_sq = adam_rule(gradient, master, old.pop(0), old.pop(), scalars)
+    master.copy_(new)
+    if weight_out is not None:
+        weight_out.copy_(new)
+    del new  # while they are rounded, moments take as much
+    write_moments(moments, first, exp_avg, exp_avg_sq, step)
 
 
 def fused_step(
-    gradients: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     options: AdamOptions,
     step: int,
 ) -> None:
-    """torch's fused kernel over float32 tensors of one CPU or CUDA device, all at the same step."""
-    kernel = fused_adamw if options.decoupled else fused_adam
-    number = torch.full((), float(step), dtype=torch.float32, device=masters[0].device)  # a kernel: nobody waits
-    kernel(
-        list(masters),
-        list(gradients),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+    """torch's fused kernel over float32 tensors on a CPU or CUDA device."""
+    (fused_adamw if options.decoupled else fused_adam)(
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
         [],
-        [number] * len(masters),
+        [torch.full((), float(step), dtype=torch.float32, device=master.device)],  # a kernel: nobody waits
         lr=options.lr,
         beta1=options.beta1,
         beta2=options.beta2,
@@ -99,39 +115,3 @@ def fused_step(
         amsgrad=False,
         maximize=options.maximize,
     )
-
-
-def _fused_pieces(
-    gradient: torch.Tensor,
-    states: MasterStates,
-    weight_out: torch.Tensor | None,
-    options: AdamOptions,
-    step: int,
-    factor: float,
-) -> None:
-    """Cast, step and cast, piece by piece."""
-    master, moments = states
-    numel = master.numel()
-    as_it_is = gradient.dtype == torch.float32 and factor == 1.0
-    piece_numel = min(numel, _piece_numel(master.device.type, moments.kind))
-    if as_it_is and weight_out is None:
-        piece_numel = numel
-    scratch = None if as_it_is else torch.empty(piece_numel, device=master.device)
-    for start in range(0, numel, piece_numel):
-        piece = slice(start, start + piece_numel)
-        weights, ours = master[piece], gradient[piece]
-        if scratch is not None:
-            ours = scratch[: weights.numel()].copy_(ours)
-            if factor != 1.0:
-                ours.mul_(factor)
-        fused_step([ours], [weights], [moments.exp_avg[piece]], [moments.exp_avg_sq[piece]], options, step)
-        if weight_out is not None:
-            weight_out[piece].copy_(weights)
-
-
-def _piece_numel(device_type: str, kind: MomentKind) -> int:
-    """Elements to step at once."""
-    if device_type == "cpu":
-        most = LARGEST_PIECE_NUMEL if kind == "float32" else LARGEST_HOST_PIECE_NUMEL
-        return min(_CPU_PIECE_NUMEL * torch.get_num_threads(), most)
-    return LARGEST_PIECE_NUMEL

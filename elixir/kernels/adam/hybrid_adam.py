@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,31 +14,16 @@ from elixir.errors import InputError
 from elixir.files import PathLike
 from elixir.kernels.adam.adam_rule import AdamOptions, check_step, group_options
 from elixir.kernels.adam.disk_states import DiskStates, chosen
-from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import Moments, make_moments
 from elixir.kernels.adam.step import adam_step
 from elixir.memory_order import is_dense
 from elixir.optimizer_states import check_kind
 from elixir.units import dtype_name
 
-BATCHED_NUMEL = 2**16
-"""Parameters up to this size are stepped together, since one call each would cost more than their arithmetic."""
-
 _STEPPED = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 _MOMENTS = ("exp_avg", "exp_avg_sq", *_SCALES)
 """Names of moments in a state, in the order in which `Moments` takes them."""
-
-
-class _Item(NamedTuple):
-    """A parameter to step, everything flat."""
-
-    parameter: nn.Parameter
-    gradient: torch.Tensor
-    weights: torch.Tensor
-    master: torch.Tensor
-    """float32; `weights` itself where those are."""
-    moments: Moments
 
 
 class HybridAdam(torch.optim.Optimizer):
@@ -137,34 +123,46 @@ class HybridAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         check_step(1, factor)
-        later: dict[nn.Parameter, dict[str, Any]] = {}
+        later: dict[nn.Parameter, Callable[[nn.Parameter], None]] = {}
         for group in self.param_groups:
-            stepped = [each for each in group["params"] if each.grad is not None and each.numel()]
-            self._step_group([each for each in stepped if each not in self._away], group, factor)
-            later |= {each: group for each in stepped if each in self._away}
+            step_one = partial(self._step_one, options=_options(group), kind=group["moments"], factor=factor)
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                if parameter in self._away:
+                    later[parameter] = step_one
+                else:
+                    step_one(parameter)
         if self._on_disk is not None:
-            self._on_disk.in_turn([*later], lambda each: self._step_group([each], later[each], factor))
+            self._on_disk.in_turn([*later], lambda each: later[each](each))
         return result
 
-    def _step_group(self, parameters: Iterable[nn.Parameter], group: dict[str, Any], factor: float) -> None:
-        """Steps some of a group; each gets the bits that it would get by itself."""
-        options = _options(group)
-        batches: dict[tuple[torch.device, int], list[_Item]] = {}
-        for parameter in parameters:
-            item = self._item(parameter, group)
-            state = self.state[parameter]
-            state["step"] += 1
-            step = int(state["step"])
-            if item.moments.kind == "float32" and parameter.numel() <= BATCHED_NUMEL and _has_fused(parameter):
-                batches.setdefault((parameter.device, step), []).append(item)
-                continue
-            weight_out = None if item.master is item.weights else item.weights
-            adam_step(item.gradient, item.master, weight_out, item.moments, options, step, factor)
-            self._changed(item)
-        for (_, step), items in batches.items():
-            _step_together(items, options, step, factor)
-            for item in items:
-                self._changed(item)
+    def _step_one(self, parameter: nn.Parameter, options: AdamOptions, kind: str, factor: float) -> None:
+        gradient = cast(torch.Tensor, parameter.grad)  # the caller steps those that have one
+        if gradient.is_sparse or gradient.layout is not torch.strided:
+            raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
+        # Checked here and not earlier: another optimizer that steps for this one may keep parameters anywhere.
+        if not is_dense(parameter.shape, parameter.stride()):
+            raise InputError(
+                "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
+            )
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        state, weights, weight_out = self.state[parameter], flat(parameter), None
+        if "exp_avg" not in state:
+            _begin(state, parameter, weights, kind)
+        master = weights
+        if parameter.dtype != torch.float32:
+            master, weight_out = flat(state["master"]), weights
+            if self._versions.get(parameter) != parameter._version:
+                _follow(master, weights)
+        kept = check_kind("8bit" if _SCALES[0] in state else dtype_name(state["exp_avg"].dtype))
+        moments = Moments(kept, *(flat(state[name]) for name in _MOMENTS if name in state))
+        state["step"] += 1
+        adam_step(flat(gradient), master, weight_out, moments, options, int(state["step"]), factor)
+        torch.autograd.graph.increment_version(parameter)  # the C++ kernel does not tell autograd that it wrote
+        if weight_out is not None:
+            self._versions[parameter] = parameter._version
 
     def state_dict(self) -> dict[str, Any]:
         """Gives torch's state dict; states that live on a disk are read into separate memory."""
@@ -209,7 +207,7 @@ class HybridAdam(torch.optim.Optimizer):
             if number in saved:
                 self.state[parameter] = _loaded(saved[number], parameter)
         if self._on_disk is not None:
-            self._on_disk.use(self.state)
+            self._on_disk = DiskStates(self._on_disk.folder, [*self._away], self.state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, or loaded: groups that torch's own Adam wrote lack some options, and have others."""
@@ -223,38 +221,6 @@ class HybridAdam(torch.optim.Optimizer):
             decoupled = group.pop("decoupled_weight_decay", self.defaults.get("adamw_mode", True))
             group.setdefault("adamw_mode", decoupled)
             _options(group)
-
-    def _item(self, parameter: nn.Parameter, group: dict[str, Any]) -> _Item:
-        gradient = cast(torch.Tensor, parameter.grad)  # the caller steps those that have one
-        if gradient.is_sparse or gradient.layout is not torch.strided:
-            raise InputError("HybridAdam steps dense gradients; use sparse=False in the embedding, or SparseAdam")
-        # Checked here and not earlier: another optimizer that steps for this one may keep parameters anywhere.
-        if not is_dense(parameter.shape, parameter.stride()):
-            raise InputError(
-                "a parameter must be dense and without overlap in memory; call .contiguous() before wrapping it"
-            )
-        weights = flat(parameter)
-        if gradient.stride() != parameter.stride():
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            _begin(state, parameter, weights, group["moments"])
-        if parameter.dtype == torch.float32:
-            master = weights
-        else:
-            master = flat(state["master"])
-            if self._versions.get(parameter) != parameter._version:
-                _follow(master, weights)
-        kind = check_kind("8bit" if _SCALES[0] in state else dtype_name(state["exp_avg"].dtype))
-        moments = Moments(kind, *(flat(state[name]) for name in _MOMENTS if name in state))
-        return _Item(parameter, flat(gradient), weights, master, moments)
-
-    def _changed(self, item: _Item) -> None:
-        """Compiled code does not tell autograd that it wrote to the weights."""
-        parameter = item.parameter
-        torch.autograd.graph.increment_version(parameter)
-        if item.master is not item.weights:
-            self._versions[parameter] = parameter._version
 
 
 def _begin(state: dict[str, Any], parameter: nn.Parameter, weights: torch.Tensor, kind: str) -> None:
@@ -276,19 +242,6 @@ def _follow(master: torch.Tensor, weights: torch.Tensor) -> None:
     """Weights that are not what their master rounds to were written to, by loading or by hand: the master follows."""
     written = master.to(weights.dtype) != weights
     master.copy_(torch.where(written, weights.float(), master))
-
-
-def _step_together(items: list[_Item], options: AdamOptions, step: int, factor: float) -> None:
-    """Small parameters of one device and step with one call of torch's fused kernel."""
-    gradients = [item.gradient.float() for item in items]
-    if factor != 1.0:
-        gradients = [gradient * factor for gradient in gradients]
-    masters = [item.master for item in items]
-    averages, squares = [item.moments.exp_avg for item in items], [item.moments.exp_avg_sq for item in items]
-    fused_step(gradients, masters, averages, squares, options, step)
-    for item in items:
-        if item.master is not item.weights:
-            item.weights.copy_(item.master)
 
 
 def _loaded(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -320,10 +273,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in the order in which they lie in memory, without a copy."""
     tensor = tensor.detach()
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _has_fused(parameter: nn.Parameter) -> bool:
-    return parameter.device.type in ("cpu", "cuda")
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:

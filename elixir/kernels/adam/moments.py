@@ -1,4 +1,4 @@
-"""Adam's two moments as float32, bfloat16, or 8 bits in blocks, and a step with each.
+"""Adam's two moments as float32, bfloat16, or 8 bits in blocks.
 
 **bfloat16** has 8 significant bits. With beta2 = 0.999 a step changes the second moment by about one part in a
 thousand, less than half of the last bit, so rounding to nearest would never let it shrink. It is rounded
@@ -17,14 +17,14 @@ that is not zero never becomes zero, so that nothing is divided by eps alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 
 from elixir.hardware.process_memory import HEAP
-from elixir.kernels.adam.adam_rule import adam_, adam_rule, numbers_on, rounded_root, write_weights_
+from elixir.kernels.adam.adam_rule import numbers_on, rounded_root
 from elixir.optimizer_states import (
     BLOCK_NUMEL,
     SIGNED_MAX,
@@ -128,28 +128,26 @@ def read_moments(moments: Moments, numel: int, start: int = 0) -> tuple[torch.Te
     return avg.view(-1)[before : before + numel], square.view(-1)[before : before + numel]
 
 
-def write_moments(moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Puts flat float32 moments in place from element `start` on, rounded to the nearest that the kind has.
+def write_moments(
+    moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int | None = None
+) -> None:
+    """Puts flat float32 moments in place from element `start` on: of a step with this number, or loaded ones (None).
 
-    bfloat16: within 2^-9 of each value. 8bit: within half the distance of two codes, which is 1.6 % of the largest in a
-    block of 256 and less further down; what else is in a block that gets another scale is rounded anew.
+    Loaded ones are rounded to the nearest that the kind has. bfloat16: within 2^-9 of each value. 8bit: within half the
+    distance of two codes, which is 1.6 % of the largest in a block of 256 and less further down. In 8-bit blocks that
+    these elements do not fill, the others keep their codes where the scale stays, and are rounded once more where not;
+    in a step without bias.
     """
-    stop = start + exp_avg.numel()
-    if moments.kind != "8bit":
-        part = moments.cut(start, stop)
-        part.exp_avg.copy_(exp_avg)
-        part.exp_avg_sq.copy_(exp_avg_sq)
+    numel = exp_avg.numel()
+    if moments.kind == "8bit":
+        if numel:
+            _write_8bit(moments, start, exp_avg, exp_avg_sq, step)
         return
-    if start == stop:
-        return
-    rows = _rows(moments, start, stop)
-    before = start % BLOCK_NUMEL
-    behind = rows[0].numel() - before - exp_avg.numel()
-    avg, square = (torch.nn.functional.pad(values, (before, behind)) for values in (exp_avg, exp_avg_sq))
-    mine = torch.zeros(rows[0].numel(), dtype=torch.bool, device=avg.device)
-    mine[before : before + exp_avg.numel()] = True
-    half = torch.full_like(avg, 0.5).view_as(rows[0])
-    _merge(rows, avg.view_as(rows[0]), square.view_as(rows[0]), mine.view_as(rows[0]), half, half)
+    part = moments.cut(start, start + numel)
+    part.exp_avg.copy_(exp_avg)
+    if moments.kind == "bfloat16" and step is not None:
+        exp_avg_sq = _rounded_at_random(exp_avg_sq, _noise(numel, noise_seed(step, start, exp_avg_sq.device)))
+    part.exp_avg_sq.copy_(exp_avg_sq)
 
 
 def noise_seed(step: int, offset: int = 0, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -162,153 +160,12 @@ def noise_seed(step: int, offset: int = 0, device: torch.device | str = "cpu") -
     return numbers_on(device, (seed - 2**31, offset), torch.int32)
 
 
-def adam_bfloat16_(
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    weight_out: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: torch.Tensor,
-    seed: torch.Tensor,
-) -> None:
-    """`adam_` with bfloat16 moments; `seed` is of `noise_seed`."""
-    new_master, new_avg, new_sq = adam_rule(gradient, master, exp_avg.float(), exp_avg_sq.float(), scalars)
-    write_weights_(new_master, master, weight_out)
-    exp_avg.copy_(new_avg)
+def _rounded_at_random(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """float32 values that bfloat16 has, each rounded so that the mean is exact."""
     # A float32 is a bfloat16 with 16 more bits: a random number added to those carries as often as it should.
-    bits = new_sq.view(torch.int32)
-    rounded = (bits + (_noise(gradient.numel(), seed) & 0xFFFF)) & -0x10000
+    rounded = (values.view(torch.int32) + (noise & 0xFFFF)) & -0x10000
     # Where all exponent bits are set (inf, nan), a carry would make another number of it.
-    exp_avg_sq.copy_(torch.where(new_sq.isfinite(), rounded.view(torch.float32), new_sq))
-
-
-def adam_8bit_(  # noqa: PLR0913 - compiled code takes its tensors one by one
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    weight_out: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_scale: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    exp_avg_sq_scale: torch.Tensor,
-    scalars: torch.Tensor,
-    seed: torch.Tensor,
-    find_scales: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
-    encode: Callable[..., None] | None = None,
-) -> None:
-    """`adam_` with 8-bit moments; all but the scales are given as blocks, of shape ``[blocks, BLOCK_NUMEL]``.
-
-    In two passes, the first of which only finds the new scales: so that neither, compiled, keeps new moments in memory
-    until their scale is known. `find_scales` and `encode` are the passes where they are compiled.
-    """
-    state = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scalars)
-    scale, scale_sq = (find_scales or find_8bit_scales)(gradient, master, *state)
-    (encode or encode_8bit_)(gradient, master, weight_out, *state, seed, scale, scale_sq)
-    exp_avg_scale.copy_(scale)
-    exp_avg_sq_scale.copy_(scale_sq)
-
-
-def find_8bit_scales(
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_scale: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    exp_avg_sq_scale: torch.Tensor,
-    scalars: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per block, the largest new moments; pure."""
-    avg, square = decode_signed(exp_avg, exp_avg_scale), decode_unsigned(exp_avg_sq, exp_avg_sq_scale)
-    _, new_avg, new_sq = adam_rule(gradient, master, avg, square, scalars)
-    return new_avg.abs().amax(1), new_sq.amax(1)
-
-
-def encode_8bit_(  # noqa: PLR0913 - compiled code takes its tensors one by one
-    gradient: torch.Tensor,
-    master: torch.Tensor,
-    weight_out: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_scale: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    exp_avg_sq_scale: torch.Tensor,
-    scalars: torch.Tensor,
-    seed: torch.Tensor,
-    scale: torch.Tensor,
-    scale_sq: torch.Tensor,
-) -> None:
-    """New weights, and codes by new scales; the scales themselves are left as they were."""
-    avg, square = decode_signed(exp_avg, exp_avg_scale), decode_unsigned(exp_avg_sq, exp_avg_sq_scale)
-    new_master, new_avg, new_sq = adam_rule(gradient, master, avg, square, scalars)
-    write_weights_(new_master, master, weight_out)
-    noise = _noise(gradient.numel(), seed).view(-1, BLOCK_NUMEL)
-    exp_avg.copy_(_encode_signed(new_avg, scale, (noise & 0xFFFF).float() * 2.0**-16))
-    exp_avg_sq.copy_(_encode_unsigned(new_sq, scale_sq, ((noise >> 16) & 0xFFFF).float() * 2.0**-16))
-
-
-def adam_8bit_part_(
-    gradient: torch.Tensor, master: torch.Tensor, moments: Moments, scalars: torch.Tensor, step: int, start: int
-) -> None:
-    """`adam_` for elements of one block, whose other elements belong to other parameters, or to none.
-
-    The others keep their moments: to the bit where the scale stays, else rounded once more, without bias.
-
-    Args:
-        gradient: flat.
-        master: flat float32 weights; updated.
-        moments: of what these are part of.
-        scalars: of `adam_scalars`.
-        step: number of this step.
-        start: place of the first element in what `moments` are of.
-    """
-    low = start % BLOCK_NUMEL
-    high = low + master.numel()
-    rows = _rows(moments, start, start + master.numel())
-    row_gradient, row = (
-        torch.nn.functional.pad(tensor, (low, BLOCK_NUMEL - high)).view(1, -1) for tensor in (gradient, master)
-    )
-    avg, square = decode_signed(rows[0], rows[1]), decode_unsigned(rows[2], rows[3])
-    new_row, new_avg, new_sq = adam_rule(row_gradient, row, avg, square, scalars)
-    places = torch.arange(BLOCK_NUMEL, device=master.device)
-    mine = ((places >= low) & (places < high)).view(1, -1)
-    # Values that were stepped already were rounded with this noise: the same noise again would be a bias.
-    own, other = (
-        _noise(BLOCK_NUMEL, noise_seed(number, start - low, master.device)).view(1, -1)
-        for number in (step, -1 - step * BLOCK_NUMEL - low)
-    )
-    noise = torch.where(mine, own, other)
-    _merge(
-        rows, new_avg, new_sq, mine, (noise & 0xFFFF).float() * 2.0**-16, ((noise >> 16) & 0xFFFF).float() * 2.0**-16
-    )
-    master.copy_(new_row[0, low:high])
-
-
-STEPS: dict[MomentKind, Callable[..., None]] = {"float32": adam_, "bfloat16": adam_bfloat16_, "8bit": adam_8bit_}
-"""The step function of each kind."""
-
-
-def step_arguments(
-    gradient: torch.Tensor,
-    states: MasterStates,
-    weight_out: torch.Tensor | None,
-    scalars: torch.Tensor,
-    step: int,
-    part: slice,
-    first: int = 0,
-) -> list[torch.Tensor | None]:
-    """Arguments of the step function of the moments' kind, for a part of all elements; with 8 bits, whole blocks.
-
-    `first` is the position of element 0 in the tensor by whose positions moments are rounded.
-    """
-    moments = states.moments.cut(part.start, part.stop)
-    weights = [None if tensor is None else tensor[part] for tensor in (gradient, states.master, weight_out)]
-    if moments.kind == "8bit":
-        rows = [None if tensor is None else tensor.view(-1, BLOCK_NUMEL) for tensor in weights]
-        arguments: list[torch.Tensor | None] = [*rows, *_rows(moments, 0, moments.exp_avg.numel())]
-    else:
-        arguments = [*weights, *moments.tensors()]
-    arguments.append(scalars)
-    if moments.kind != "float32":
-        arguments.append(noise_seed(step, first + part.start, states.master.device))
-    return arguments
+    return torch.where(values.isfinite(), rounded.view(torch.float32), values)
 
 
 def _rows(moments: Moments, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -319,24 +176,37 @@ def _rows(moments: Moments, start: int, stop: int) -> tuple[torch.Tensor, torch.
     return codes, scale, codes_sq, scale_sq
 
 
-def _merge(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    new_avg: torch.Tensor,
-    new_sq: torch.Tensor,
-    mine: torch.Tensor,
-    noise: torch.Tensor,
-    noise_sq: torch.Tensor,
+def _write_8bit(
+    moments: Moments, start: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int | None
 ) -> None:
-    """New values where `mine`; what else is in the blocks stays, and keeps its codes where the scale stays."""
-    codes, scale, codes_sq, scale_sq = rows
-    avg = torch.where(mine, new_avg, decode_signed(codes, scale))
-    square = torch.where(mine, new_sq, decode_unsigned(codes_sq, scale_sq))
+    codes, scale, codes_sq, scale_sq = _rows(moments, start, start + exp_avg.numel())
+    low, device = start % BLOCK_NUMEL, exp_avg.device
+    high = low + exp_avg.numel()
+    ends = (low, codes.numel() - high)
+    avg, square = ((F.pad(each, ends) if any(ends) else each).view_as(codes) for each in (exp_avg, exp_avg_sq))
+    mine: torch.Tensor | None = None
+    if any(ends):
+        mine = torch.zeros(codes.numel(), dtype=torch.bool, device=device)
+        mine[low:high] = True
+        mine = mine.view_as(codes)
+        avg = torch.where(mine, avg, decode_signed(codes, scale))
+        square = torch.where(mine, square, decode_unsigned(codes_sq, scale_sq))
     largest, largest_sq = avg.abs().amax(1), square.amax(1)
-    changed, changed_sq = mine | (largest != scale)[:, None], mine | (largest_sq != scale_sq)[:, None]
-    codes.copy_(torch.where(changed, _encode_signed(avg, largest, noise), codes.float()))
-    codes_sq.copy_(torch.where(changed_sq, _encode_unsigned(square, largest_sq, noise_sq), codes_sq.float()))
-    scale.copy_(largest)
-    scale_sq.copy_(largest_sq)
+    if step is None:
+        noise = noise_sq = torch.full_like(avg, 0.5)
+    else:
+        bits = _noise(codes.numel(), noise_seed(step, start - low, device)).view_as(codes)
+        if mine is not None:
+            # Values that were stepped already were rounded with this noise: the same noise again would be a bias.
+            other = _noise(codes.numel(), noise_seed(-1 - step * BLOCK_NUMEL - low, start - low, device))
+            bits = torch.where(mine, bits, other.view_as(codes))
+        noise, noise_sq = ((half & 0xFFFF).float() * 2.0**-16 for half in (bits, bits >> 16))
+    new, new_sq = _encode_signed(avg, largest, noise), _encode_unsigned(square, largest_sq, noise_sq)
+    if mine is not None:
+        new = torch.where(mine | (largest != scale)[:, None], new, codes.float())
+        new_sq = torch.where(mine | (largest_sq != scale_sq)[:, None], new_sq, codes_sq.float())
+    for target, values in ((codes, new), (codes_sq, new_sq), (scale, largest), (scale_sq, largest_sq)):
+        target.copy_(values)
 
 
 def _encode_signed(values: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -363,7 +233,7 @@ def _encode_unsigned(values: torch.Tensor, scale: torch.Tensor, noise: torch.Ten
 def _noise(numel: int, seed: torch.Tensor) -> torch.Tensor:
     """32 random bits per element as int32: the finaliser of MurmurHash3 (Appleby, public domain) over the position.
 
-    Needs no state and no generator, so it is the same on every device and compiles into the step's own loop.
+    Needs no state and no generator, so it is the same on every device and in the C++ kernel.
     """
     bits = torch.arange(numel, dtype=torch.int32, device=seed.device) + seed[1]
     bits = bits * -0x61C8864F + seed[0]  # an odd number near 2^32 over the golden ratio spreads neighbours

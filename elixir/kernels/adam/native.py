@@ -1,8 +1,12 @@
-"""The host's Adam kernel: a C++ file that the machine's compiler compiles for one combination of dtypes.
+"""The host's Adam kernel: a C++ file that the machine's compiler compiles for one combination of dtypes, in a thread.
 
 It steps in place, or writes new states elsewhere and leaves the old ones as they are, in one pass over memory. It is
 kept in the user's cache folder. Before it is used, its results are compared with those of the eager step; if one bit
-differs, or if there is no compiler, the eager step runs.
+differs, or if there is no compiler, the eager step runs, as it does until the kernel is there.
+
+``ELIXIR_COMPILE`` says when steps in place run compiled: ``1`` or ``now`` as soon as the kernel is there (default),
+``wait`` from the first step on, ``0`` never. No bit depends on it. Steps that leave the old states as they are use the
+kernel in any case, and wait for it only with ``wait``.
 """
 
 from __future__ import annotations
@@ -13,18 +17,24 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import stat
+import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from elixir.errors import unknown_name
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_scalars, step_numbers
-from elixir.kernels.adam.compiled_step import Combination, Run
 from elixir.kernels.adam.eager import eager_step
 from elixir.kernels.adam.moments import MasterStates, make_moments, noise_seed, write_moments
-from elixir.optimizer_states import BLOCK_NUMEL
+from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +44,12 @@ FLAGS = (
     "-fPIC", "-shared",
 )  # fmt: skip
 """Nothing that rounds otherwise than the source says."""
-CACHE_VARIABLE = "XDG_CACHE_HOME"
+VARIABLE, CACHE_VARIABLE = "ELIXIR_COMPILE", "XDG_CACHE_HOME"
+_MODES = {"0": "never", "1": "background", "now": "background", "wait": "wait"}
+_LONGEST_S = 300.0
+"""A compiler that takes longer hangs: it takes 1.5 s on a core of an EPYC 9005."""
+SMALL_NUMEL = 2**16
+"""Elements below which a step does not have the kernel compiled: in any form it takes about a millisecond."""
 
 _KINDS = {None: "NONE", torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _MOMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "8bit": "EIGHT"}
@@ -72,20 +87,114 @@ Kernel = Callable[[torch.Tensor, MasterStates, MasterStates, torch.Tensor | None
 elements only; `new` may be `old`. 8-bit moments are of whole blocks."""
 
 
-def build_kernel(combination: Combination, run: Run) -> Kernel:
+class Combination(NamedTuple):
+    """The dtypes for which a kernel is compiled."""
+
+    gradient: torch.dtype
+    weight: torch.dtype | None
+    """Dtype of the weights that are written next to the float32 master; None without such weights."""
+    moments: MomentKind
+
+    def __str__(self) -> str:
+        parts = [str(self.gradient), str(self.weight or "no weights"), self.moments]
+        return f"CPU Adam ({', '.join(part.removeprefix('torch.') for part in parts)} moments)"
+
+
+_begun: dict[Combination, Future[Kernel | None]] = {}
+_lock = threading.Lock()
+
+
+def mode() -> str:
+    """``never``, ``background`` or ``wait``, as the environment says.
+
+    Raises:
+        InputError: the variable has another value.
+    """
+    value = os.environ.get(VARIABLE, "1").strip().lower() or "1"
+    if value not in _MODES:
+        raise unknown_name(f"value of {VARIABLE}", value, _MODES)
+    return _MODES[value]
+
+
+def kernel_for(combination: Combination, numel: int, *, separate: bool = False) -> Kernel | None:
+    """The kernel if it is there, for a step now or later. Unless the step is small, compiling begins.
+
+    Args:
+        combination: of the step.
+        numel: its elements.
+        separate: whether the new states are written to other memory. Plans count on the kernel for that.
+    """
+    chosen = mode()
+    if chosen == "never" and not separate:
+        return None
+    with _lock:
+        made = _begun.get(combination)
+        if made is None and (separate or numel >= SMALL_NUMEL):
+            made = _begun[combination] = Future()
+            # Python waits for this thread when the process ends, so that the compiler leaves nothing behind.
+            threading.Thread(target=_make, args=(combination, made), name=f"elixir compiles {combination}").start()
+    return None if made is None or not (made.done() or chosen == "wait") else made.result()
+
+
+def absent_kernels() -> list[str]:
+    """Waits for all kernels that have begun; the names of those that are not there all the same."""
+    with _lock:
+        asked = list(_begun.items())
+    return [str(combination) for combination, made in asked if made.result() is None]
+
+
+def _make(combination: Combination, made: Future[Kernel | None]) -> None:
+    """Compiles a kernel, or says why there is none."""
+    kernel = None
+    try:
+        began = time.monotonic()
+        if (lacking := _lacking()) is not None:
+            logger.info("%s runs uncompiled: %s", combination, lacking)
+        else:
+            kernel = build_kernel(combination)
+            logger.info("%s is compiled, in %.1f s", combination, time.monotonic() - began)
+    except Exception as error:
+        logger.warning("%s could not be compiled and stays as it is: %s", combination, error)
+        logger.debug("compiling failed", exc_info=True)
+    finally:
+        made.set_result(kernel)
+
+
+def _lacking() -> str | None:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return "there is no kernel for this processor"
+    return None if shutil.which(_compiler()) else f"there is no C++ compiler ({_compiler()!r}; set CXX)"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def build_kernel(combination: Combination) -> Kernel:
     """Compiles the kernel now.
 
     Raises:
         RuntimeError: there is no such kernel for this processor, or none with the bits of the eager step.
     """
     for contracted in _CONTRACTED if combination.moments == "float32" else ("0",):
-        kernel = functools.partial(_call, _library(combination, contracted, run))
+        kernel = functools.partial(_call, _library(combination, contracted))
         if _has_same_bits(combination, kernel):
             return kernel
     raise RuntimeError("it does not give the bits of the eager step")
 
 
-def _library(combination: Combination, contracted: str, run: Run) -> ctypes.CDLL:
+def _run(command: list[str]) -> None:
+    # In a separate session, Ctrl-C ends the program and not the compiler.
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LONGEST_S, start_new_session=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").split("\n")
+        said = next((line for line in lines if "error" in line), f"it ended with {done.returncode}")
+        raise RuntimeError(f"{command[0]}: {said.strip()}")
+
+
+def _library(combination: Combination, contracted: str) -> ctypes.CDLL:
     """The kernel's library, compiled unless the cache folder has it."""
     macros = {
         "CONTRACTED": contracted,
@@ -95,8 +204,7 @@ def _library(combination: Combination, contracted: str, run: Run) -> ctypes.CDLL
     }
     if None in macros.values():
         raise RuntimeError(f"there is no kernel for {combination}")
-    compiler = os.environ.get("CXX", "g++")
-    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(SOURCE)]
+    command = [_compiler(), *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(SOURCE)]
     made_of = "\n".join((SOURCE.read_text(encoding="utf-8"), *command, _processor()))
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "elixir"
     library = folder / f"adam_{hashlib.sha256(made_of.encode()).hexdigest()[:24]}.so"
@@ -105,7 +213,7 @@ def _library(combination: Combination, contracted: str, run: Run) -> ctypes.CDLL
         return ctypes.CDLL(str(library))
     with tempfile.TemporaryDirectory(dir=folder if kept else None) as scratch:
         made = Path(scratch) / library.name
-        run([*command, "-o", str(made)])
+        _run([*command, "-o", str(made)])
         loaded = ctypes.CDLL(str(made))
         if kept:
             made.chmod(0o700)  # the user's umask may give others rights, which `_is_private` refuses

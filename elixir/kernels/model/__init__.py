@@ -1,1 +1,1 @@
-"""Fused parts of other people's models, per instance: norms, SwiGLU, loss."""
+"""Fused parts of other people's models, per instance: the loss, and layers by libraries."""

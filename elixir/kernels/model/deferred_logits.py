@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-CrossEntropy = Callable[..., torch.Tensor]
+from elixir.kernels.model.linear_cross_entropy import linear_cross_entropy
 
 _FLAG = "_elixir_defers_logits"
 """Set on the last layer while a forward runs whose logits nobody will see."""
@@ -33,13 +33,10 @@ class DeferredLogits:
         hidden: (..., features).
         layer: the linear layer.
         dtype: of the logits, to which they are cast.
-        cross_entropy: as `linear_cross_entropy`.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, layer: nn.Linear, cross_entropy: CrossEntropy, dtype: torch.dtype | None = None
-    ) -> None:
-        self._hidden, self._layer, self._cross_entropy = hidden, layer, cross_entropy
+    def __init__(self, hidden: torch.Tensor, layer: nn.Linear, dtype: torch.dtype | None = None) -> None:
+        self._hidden, self._layer = hidden, layer
         self.dtype = hidden.dtype if dtype is None else dtype
         self.computed: torch.Tensor | None = None
         """The logits, once somebody has looked."""
@@ -109,7 +106,7 @@ class DeferredLogits:
         return getattr(self.tensor(), name)
 
     def _like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> DeferredLogits:
-        return DeferredLogits(hidden, self._layer, self._cross_entropy, dtype or self.dtype)
+        return DeferredLogits(hidden, self._layer, dtype or self.dtype)
 
 
 def _forward_operator(name: str) -> Callable[..., Any]:
@@ -157,7 +154,7 @@ def _fused_loss(
         return None
     if any(t is not None and t.dtype != hidden.dtype for t in (layer.weight, layer.bias)):
         return None
-    loss = input._cross_entropy(  # noqa: SLF001 - as above
+    loss = linear_cross_entropy(
         hidden, layer.weight, target, layer.bias, ignore_index=ignore_index, reduction=reduction
     )
     return loss.to(input.dtype)
@@ -201,12 +198,12 @@ def deferring_forward(model: nn.Module) -> Any:
     return MethodType(forward, model)
 
 
-def deferring_layer(layer: nn.Linear, cross_entropy: CrossEntropy) -> Any:
+def deferring_layer(layer: nn.Linear) -> Any:
     """A forward for the last layer that defers while the model's forward says so."""
 
     def forward(self: nn.Linear, input: torch.Tensor) -> Any:
         if vars(self).get(_FLAG) and torch.is_grad_enabled() and input.is_floating_point():
-            return DeferredLogits(input, self, cross_entropy)
+            return DeferredLogits(input, self)
         return nn.Linear.forward(self, input)
 
     return MethodType(forward, layer)

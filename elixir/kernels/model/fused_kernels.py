@@ -1,27 +1,70 @@
-"""Fused kernels in a model somebody else wrote: which of its modules take one, put there per instance, and undone.
+"""Fused kernels in a model somebody else wrote: its loss by ours, its layers by libraries that are installed.
 
-A module is recognised by what it has and by what its class computes: its forward is run once on a few numbers, with
-stand-ins for what it holds, and must give what the kernel gives. A Gemma norm, which multiplies by one plus its weight,
-or an MLP with another activation is left alone that way without a list of names. Nothing of a class or of a library is
-changed: the new forward is an attribute of the one instance, and `remove` takes it off again.
+``True`` takes the loss without all logits and, on CUDA, what is there of the other providers before ``plain``. A dict
+names providers by kind, such as ``{"cross_entropy": "plain", "swiglu": "xformers"}``; the variable
+``ELIXIR_FUSED_KERNELS`` overrides it: ``rms_norm=apex,swiglu=plain``, or ``0`` for none at all.
+
+Everything is put in per instance, and `remove` takes it off again: nothing of a class or of a library stays changed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
-from functools import update_wrapper, wraps
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
+from elixir.errors import InputError, InputTypeError, unknown_name
 from elixir.kernels.model.deferred_logits import deferring_forward, deferring_layer, last_layer_of
-from elixir.kernels.model.registry import KINDS, ChosenKernel, Kernel, choose, wishes
+from elixir.kernels.model.library_layers import ROWS, Row, forward_of
 
-_PROBE_TOLERANCE = 1e-5
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "ELIXIR_FUSED_KERNELS"
+OURS, LIGER, PLAIN = "elixir", "liger", "plain"
+"""Providers: this package, Liger-Kernel, and the model's own code."""
+PROVIDERS = {
+    "cross_entropy": (OURS, PLAIN),
+    "layer_norm": (LIGER, PLAIN, "apex"),
+    "rms_norm": (LIGER, "apex", PLAIN),
+    "swiglu": (LIGER, PLAIN, "xformers"),
+}
+"""Kind -> who provides it. Without a wish those before `PLAIN` are taken, the first that is there."""
+_GONE = (
+    "Elixir's own norms, SwiGLU blocks and rotations are gone: install liger-kernel for CUDA; for its rotations, which "
+    "change the class, call its apply_liger_kernel_to_... before wrapping"
+)
+
+
+def wishes(use_fused_kernels: bool | Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the provider that is wanted for each kind named. None: fused kernels are off.
+
+    Raises:
+        InputError, InputTypeError: it names a kind or a provider that does not exist.
+    """
+    if not isinstance(use_fused_kernels, (bool, Mapping)):
+        found = type(use_fused_kernels).__name__  # type: ignore[unreachable]
+        raise InputTypeError(f"use_fused_kernels is True, False or a dict of kinds to providers, got {found}")
+    asked = dict(use_fused_kernels) if isinstance(use_fused_kernels, Mapping) else {}
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    if use_fused_kernels and text not in ("", "0", "1"):
+        pairs = (part.partition("=") for part in text.split(","))
+        asked |= {kind.strip(): name.strip() for kind, _, name in pairs}
+    for kind, name in asked.items():
+        if kind == "rotary":
+            raise InputError(f"use_fused_kernels has no rotary any more. {_GONE}")
+        if kind not in PROVIDERS:
+            raise unknown_name("kind of fused kernel", str(kind), PROVIDERS)
+        if name not in PROVIDERS[kind]:
+            raise InputError(f"{name!r} provides no {kind}; choose one of {', '.join(PROVIDERS[kind])}. {_GONE}")
+    return None if not use_fused_kernels or text == "0" else asked
 
 
 class FusedKernels:
@@ -29,9 +72,10 @@ class FusedKernels:
 
     Args:
         model: its modules get new forwards where a kernel is taken for them.
-        use_fused_kernels: True for the best present; providers by kind to choose (`elixir.kernels.model.registry`);
-            False for nothing at all.
-        device_type: where the model will run: ``cuda`` or ``cpu``. For a model on meta, where it is traced for.
+        use_fused_kernels: True for the best present; providers by kind to choose; False for nothing at all.
+        device_type: where the model will run: ``cuda`` or ``cpu``.
+        traced: whether a trace runs the model on meta, where no library's kernels run. It counts the model's own
+            layers, which keep more.
 
     Raises:
         InputError, InputTypeError: a kind or provider is asked for that does not exist.
@@ -44,27 +88,43 @@ class FusedKernels:
         >>> fused.remove()
     """
 
-    def __init__(self, model: nn.Module, use_fused_kernels: bool | Mapping[str, str], device_type: str) -> None:
-        self._replaced: list[tuple[nn.Module, Any]] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        use_fused_kernels: bool | Mapping[str, str],
+        device_type: str,
+        *,
+        traced: bool = False,
+    ) -> None:
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self.counts: dict[str, tuple[str, int]] = {}
-        """Kind -> its provider and the number of modules; only kinds that some module has."""
+        """Kind -> its provider and the number of modules; only kinds that some module has. Those of Liger-Kernel are
+        together ``layers``."""
         asked = wishes(use_fused_kernels)
         if asked is None:
             return
-        for kind in KINDS:
-            choice = choose(kind, device_type, asked.get(kind))
-            if choice.kernel is None:
-                continue
-            count = sum(self._fuse(module, choice, choice.kernel) for module in model.modules())
-            if count:
-                self.counts[kind] = (choice.name, count)
+        tried = {kind: names[: names.index(PLAIN)] for kind, names in PROVIDERS.items()}
+        tried |= {kind: (name,) for kind, name in asked.items()}
+        if OURS in tried["cross_entropy"]:
+            self._count("cross_entropy", OURS, sum(map(self._defer, list(model.modules()))))
+        if traced:
+            return
+        if device_type == "cuda":
+            self._apply_liger(model, {kind for kind, names in tried.items() if LIGER in names})
+            for row in ROWS:
+                if row.library in tried[row.kind]:
+                    self._count(row.kind, row.library, self._put_in(model, row))
+        ran = {name for name, _ in self.counts.values()}
+        for kind, name in asked.items():
+            if name not in (OURS, PLAIN, *ran):
+                logger.warning("%s is not run by %s here; the model's own code is", kind, name)
 
-    def remove(self) -> None:
-        """Gives every module its own forward back."""
-        while self._replaced:
-            module, forward = self._replaced.pop()
-            if vars(module).get("forward") is forward:  # another forward may have replaced this one
-                del module.forward
+    def remove(self, down_to: int = 0) -> None:
+        """Gives every module its own code back."""
+        while len(self._replaced) > down_to:
+            module, name, value = self._replaced.pop()
+            if vars(module).get(name, self) is value:  # another forward may have replaced this one
+                delattr(module, name)
 
     def __str__(self) -> str:
         parts = (
@@ -72,172 +132,83 @@ class FusedKernels:
         )
         return "fused kernels: " + ", ".join(parts) if self.counts else "no fused kernels"
 
-    def _fuse(self, module: nn.Module, choice: ChosenKernel, kernel: Kernel) -> bool:
-        """Puts a kernel into a module if it takes one of this kind."""
-        if choice.kind == "cross_entropy":
-            layer = last_layer_of(module)
-            if layer is None:
-                return False
-            self._set(layer, deferring_layer(layer, kernel))
-            self._set(module, deferring_forward(module))
-            return True
-        if "forward" in vars(module):  # another library, or another kind, has replaced it
+    def _count(self, kind: str, provider: str, count: int) -> None:
+        if count:
+            self.counts[kind] = (provider, count)
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        setattr(module, name, value)
+        self._replaced.append((module, name, value))
+
+    def _defer(self, model: nn.Module) -> bool:
+        """Lets a language model go without logits, if it is one."""
+        layer = last_layer_of(model)
+        if layer is None:
             return False
-        forward = _FORWARDS[choice.kind](module, kernel, choice)
-        if forward is not None:
-            self._set(module, forward)
-        return forward is not None
+        self._set(layer, "forward", deferring_layer(layer))
+        self._set(model, "forward", deferring_forward(model))
+        return True
 
-    def _set(self, module: nn.Module, forward: Any) -> None:
-        module.forward = forward
-        self._replaced.append((module, forward))
+    def _put_in(self, model: nn.Module, row: Row) -> int:
+        """Gives the modules that a row fits the forward of that row; returns their number."""
+        count = 0
+        if (kernel := _loaded(row.modules, row.function)) is not None:
+            for module in model.modules():
+                if "forward" not in vars(module) and (forward := forward_of(row, module, kernel)) is not None:
+                    self._set(module, "forward", forward)
+                    count += 1
+        return count
 
+    def _apply_liger(self, model: nn.Module, kinds: set[str]) -> None:
+        """Calls Liger-Kernel's own ``apply_liger_kernel_to_...`` for each transformers model in `model`.
 
-def _rms_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if len(list(module.parameters())) != 1 or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
-        return None
-    if not isinstance(eps, float) or not _is_rms_norm(type(module)):
-        return None
-    plain = type(module).forward
-
-    @wraps(plain)
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if hidden_states.dtype != self.weight.dtype:  # families differ in the dtype of the result
-            return plain(self, hidden_states)
-        return kernel(hidden_states, self.weight, self.variance_epsilon)
-
-    return MethodType(forward, module)
-
-
-def _layer_norm_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
-    if type(module) is not nn.LayerNorm or module.bias is None or len(module.normalized_shape) != 1:
-        return None
-    plain = nn.LayerNorm.forward
-
-    @wraps(plain)
-    def forward(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype != self.weight.dtype:
-            return plain(self, input)
-        output: torch.Tensor = kernel(input, self.weight, self.bias, self.eps)
-        return output
-
-    return MethodType(forward, module)
-
-
-def _swiglu_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
-    projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(isinstance(layer, nn.Module) for layer in projections) or not _is_swiglu(module):
-        return None
-    if choice.whole_block:
-        # The projections are not called, so what is more than a linear layer, or is listened to, would be left out.
-        if any(type(p) is not nn.Linear or p._forward_hooks or p._forward_pre_hooks for p in projections):
-            return None
-
-        def forward(self: Any, x: torch.Tensor) -> Any:
-            return kernel(x, self.gate_proj, self.up_proj, self.down_proj)
-    else:
-
-        def forward(self: Any, x: torch.Tensor) -> Any:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-            return self.down_proj(kernel(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up)
-
-    return MethodType(wraps(type(module).forward)(forward), module)
+        It gives modules new attributes, which are noted, and changes names in the files of their classes, which are put
+        back: other models keep their code.
+        """
+        patches: dict[Any, Any] = {}
+        if kinds:
+            patches = _loaded(("liger_kernel.transformers.monkey_patch",), "MODEL_TYPE_TO_APPLY_LIGER_FN") or {}
+        options = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
+        options |= {kind: kind in kinds for kind in ("layer_norm", "rms_norm", "swiglu")}
+        first, done = len(self._replaced), set[nn.Module]()
+        for part in model.modules():
+            # Layers, too, have a `config`; whole models alone have this name.
+            if part in done or not hasattr(part, "base_model_prefix"):
+                continue
+            done.update(part.modules())
+            apply = patches.get(getattr(part.config, "model_type", None))
+            if apply is None:
+                continue
+            known, noted = inspect.signature(apply).parameters, len(self._replaced)
+            before = [(module, dict(vars(module))) for module in part.modules()]
+            files = {name: dict(vars(sys.modules[name])) for name in {type(module).__module__ for module, _ in before}}
+            failed: Exception | None = None
+            try:
+                apply(model=part, **{key: value for key, value in options.items() if key in known})
+            except Exception as error:
+                failed = error
+            finally:
+                for name, names in files.items():
+                    vars(sys.modules[name]).update(names)
+                for module, attributes in before:
+                    for name in vars(module).keys() - attributes:
+                        # Its norms would write over gradients of outputs, which hooks may still read.
+                        self._set(module, name, name != "in_place" and vars(module)[name])
+            if failed is not None:
+                self.remove(noted)
+                logger.warning("liger-kernel failed, and is not used for %s: %s", type(part).__name__, failed)
+        self._count("layers", LIGER, [name for _, name, _ in self._replaced[first:]].count("forward"))
 
 
-def _rotary_forward(module: nn.Module, kernel: Kernel, choice: ChosenKernel) -> Any:
-    """The class's forward with another `apply_rotary_pos_emb` among its global names, for this instance alone."""
-    forward, name = type(module).forward, "apply_rotary_pos_emb"
-    plain = inspect.unwrap(forward)
-    if not isinstance(plain, FunctionType) or name not in plain.__code__.co_names:
-        return None
-    function = plain.__globals__.get(name)
-    if not isinstance(function, FunctionType) or not _is_rotary(function):
-        return None
-
-    def rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
-        return kernel(function, q, k, cos, sin, *rest, **named)
-
-    copied = _reading(forward, name, rotary)
-    return None if copied is None else MethodType(copied, module)
-
-
-def _reading(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
-    """A copy of a function that reads `value` for one global name.
-
-    A decorator, such as transformers' `deprecate_kwarg`, is copied with the function that it calls. None if its closure
-    does not hold that function.
-    """
-    if not isinstance(function, FunctionType):
-        return None
-    names, closure, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
-    reading: Any = function
-    if inner is None:
-        names = {**names, name: value}
-    else:
-        reading = _reading(inner, name, value)
-        if reading is None or not any(cell.cell_contents is inner for cell in closure or ()):
-            return None
-        closure = tuple(CellType(reading) if cell.cell_contents is inner else cell for cell in closure or ())
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    update_wrapper(copy, function).__wrapped__ = reading
-    return copy
-
-
-_FORWARDS: dict[str, Callable[[nn.Module, Kernel, ChosenKernel], Any]] = {
-    "layer_norm": _layer_norm_forward,
-    "rms_norm": _rms_norm_forward,
-    "rotary": _rotary_forward,
-    "swiglu": _swiglu_forward,
-}
-
-
-# --- what a class computes -----------------------------------------------------------------------------------------
-
-
-def _numbers(*shape: int, seed: float = 1.0) -> torch.Tensor:
-    """Numbers without a pattern that a wrong formula could fit; no random generator is touched."""
-    count = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32, device="cpu")
-    return (count * count * seed).sin().view(shape)
-
-
-def _computes(call: Callable[[], Any], expected: torch.Tensor) -> bool:
-    """Whether `call` gives `expected`. Any error means no: stand-ins lack attributes that other forwards need."""
+def _loaded(modules: tuple[str, ...], name: str) -> Any:
+    """An object of the last of some modules of a library; None, and a line in the log, whatever their import raises."""
+    library, inside = modules[-1].split(".")[:2]
     try:
-        with torch.no_grad():
-            found = call()
-        return (
-            isinstance(found, torch.Tensor)
-            and found.shape == expected.shape
-            and bool(torch.allclose(found, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE))
-        )
-    except Exception:
-        return False
-
-
-def _is_rms_norm(cls: type[nn.Module]) -> bool:
-    x, weight, eps = _numbers(3, 4), _numbers(4, seed=0.7), 0.1
-    expected = weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-    return _computes(lambda: cls.forward(SimpleNamespace(weight=weight, variance_epsilon=eps), x), expected)
-
-
-def _is_swiglu(module: nn.Module) -> bool:
-    x = _numbers(3, 4)
-    layers = [_numbers(4, 4, seed=seed) for seed in (0.3, 0.5, 0.9)]
-    holds = {
-        name: (lambda y, w=w: y @ w) for name, w in zip(("gate_proj", "up_proj", "down_proj"), layers, strict=True)
-    }
-    activation = getattr(module, "act_fn", None)
-    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
-        return False
-    stand_in = SimpleNamespace(**holds, act_fn=activation, config=getattr(module, "config", None))
-    expected = (F.silu(x @ layers[0]) * (x @ layers[1])) @ layers[2]
-    return _computes(lambda: type(module).forward(stand_in, x), expected)
-
-
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    q, cos, sin = _numbers(1, 2, 3, 4), _numbers(1, 3, 4, seed=0.3), _numbers(1, 3, 4, seed=0.6)
-    turned = torch.cat((-q[..., 2:], q[..., :2]), dim=-1)
-    expected = q * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-    return _computes(lambda: torch.stack(function(q, q * 2, cos, sin)), torch.stack((expected, expected * 2)))
+        folders = getattr(importlib.util.find_spec(library), "submodule_search_locations", None)
+        # Another project may have the name, as apex on the package index has; its code is not run.
+        if not folders or PathFinder.find_spec(f"{library}.{inside}", folders) is None:
+            raise ImportError("it is not installed, or another package of this name is")
+        return getattr([importlib.import_module(each) for each in modules][-1], name)
+    except Exception as error:
+        logger.info("%s is not used: %s", library, error)
+        return None

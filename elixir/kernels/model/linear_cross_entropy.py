@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elixir.access.interception import untrack
 from elixir.errors import InputError
-from elixir.kernels.model.fused_ops import Gradients, once_only, present_values, wide_dtype
 from elixir.units import MIB
 
 SLICE_BYTES = 128 * MIB
@@ -28,6 +28,23 @@ SLICE_BYTES = 128 * MIB
 
 MIN_SLICE_COLUMNS = 256
 """Classes in a slice at least, however many tokens there are: narrower products waste a matrix unit."""
+
+
+def _present_values(parameter: torch.Tensor | None) -> Any:
+    """A parameter's memory as an ordinary tensor without a graph, for a kernel that reads it often: it reports one use.
+
+    Valid until the module that runs now returns.
+    """
+    if parameter is None:
+        return None
+    values = parameter.detach()
+    untrack([values])
+    return values
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def slice_columns(tokens: int, classes: int) -> int:
@@ -80,10 +97,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         mean: bool,
     ) -> torch.Tensor:
-        present = (present_values(weight), None if bias is None else present_values(bias))
+        present = (_present_values(weight), _present_values(bias))
         tokens, classes = hidden.shape[0], weight.shape[0]
         columns = slice_columns(tokens, classes)
-        wide = wide_dtype(hidden.dtype)
+        wide = _wide(hidden.dtype)
         peak = torch.full((tokens,), -torch.inf, dtype=wide, device=hidden.device)
         total = torch.zeros_like(peak)
         own = torch.full_like(peak, torch.nan)  # stays so where a target is no class
@@ -104,8 +121,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss if counted is None else loss / counted
 
     @staticmethod
-    @once_only
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # `once_differentiable` refuses only where the incoming gradient depends on something: a gradient penalty, for
+        # which the saved tensors do, would silently be left out.
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True needs a second derivative, which the fused loss does not have; choose "
+                'use_fused_kernels={"cross_entropy": "plain"}'
+            )
         hidden, weight, bias, target, normaliser, counted = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         columns = slice_columns(hidden.shape[0], weight.shape[0])
@@ -141,7 +164,7 @@ def _logits(
     to."""
     end = start + columns
     logits = F.linear(hidden, weight[start:end], None if bias is None else bias[start:end])
-    return logits.to(wide_dtype(logits.dtype))
+    return logits.to(_wide(logits.dtype))
 
 
 def _place(logits: torch.Tensor, target: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from elixir.chunk.chunk import Chunk
-from elixir.kernels.adam.when_compiled import begin_kernel
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.shards import Shards
 from elixir.wrapper.step.update import update_early
-from elixir.wrapper.step.user_optimizer import UserOptimizer, copies_states
+from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 REFUSALS = 2
 """After this many discarded steps in a row, early updates pause."""
@@ -75,16 +74,10 @@ class EarlyUpdates:
         """The prediction whether new states will be kept."""
 
     def prepare(self) -> None:
-        """Allocates the second sets of states now, as far as the optimizer has states, so that no step allocates.
-        Begins to compile the kernel that fills them, on which plans count."""
-        given, plan = self._user.given, self._engine.plan
-        copies = copies_states(given, fused_kernels=self._user.fuses, moments=plan.moments)
+        """Allocates the second sets of states now, as far as the optimizer has states, so that no step allocates."""
         for shard in self._shards:
-            chunk = shard.chunk
-            if chunk.plan.home.early:
+            if shard.chunk.plan.home.early:
                 shard.make_second()
-                if not copies:
-                    begin_kernel(chunk.dtype, chunk.dtype if chunk.low_precision else None, plan.moments)
 
     def begin(self, chunk: Chunk, scale: float) -> None:
         """Updates a chunk early if the update is likely to be kept. All its gradients are on their way home.

@@ -16,7 +16,7 @@ from torch import nn
 from elixir.hardware.process_memory import HEAP
 from elixir.kernels.adam.adam_rule import group_options
 from elixir.kernels.adam.moments import MasterStates
-from elixir.kernels.adam.step import COPIED, adam_step, adam_step_out_of_place
+from elixir.kernels.adam.step import COPIED, adam_step
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 from elixir.torch_private import while_nothing_compiles
 from elixir.wrapper.step.early_update import Inputs, scales
@@ -173,10 +173,9 @@ class AdamRule(Rule):
             if segment.place in places:
                 _count(states if into is None else into, segment).fill_(number)
         moments = states.moments(run[0])
-        if into is None:
-            return adam_step(gradient, states.master[part], out, moments, options, number, factor, at=part.start)
-        old, new = MasterStates(states.master[part], moments), MasterStates(into.master[part], into.moments(run[0]))
-        return adam_step_out_of_place(gradient, old, new, out, options, number, factor, at=part.start)
+        new = None if into is None else MasterStates(into.master[part], into.moments(run[0]))
+        master, at = states.master[part], part.start
+        return adam_step(gradient, master, out, moments, options, number, factor, at=at, into=new)
 
 
 def _count(states: States, segment: Segment) -> torch.Tensor:

@@ -449,7 +449,8 @@ class States:
             for kind, values in zip(ADAM_KINDS, pair, strict=True):
                 saved[kind].fill(segment.first + at - segment.start, values)
             wait()
-            write_moments(moments, at, *(values.to(self.master.device) for values in pair))
+            avg, square = (values.to(self.master.device) for values in pair)
+            write_moments(moments, at, avg, square)
             at = end
 
     def _as_kept(self, segment: Segment, small: SmallStates) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError, few
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.adam_rule import group_options
+from elixir.kernels.adam.native import Combination, kernel_for
 from elixir.kernels.muon import check_rule, matrix_rule
 from elixir.optimizer_states import MomentKind
 from elixir.plan.plan import Plan
@@ -283,6 +284,9 @@ class UserOptimizer:
         # One function steps moments in fewer bits, wherever gradients lie; float32 ones only if gradients lie together.
         one_pass = self.fuses or (on_host and has_bits_of(self.given))
         if one_pass and dtype == torch.float32 and (gathered or moments != "float32"):
+            if on_host:  # the first step finds the kernel
+                combination = Combination(chunk.dtype, chunk.dtype if chunk.low_precision else None, moments)
+                kernel_for(combination, chunk.shard_numel, separate=chunk.plan.home.early and moments != "8bit")
             return AdamRule(moments, decoupled=isinstance(self.given, torch.optim.AdamW), joins=self.fuses)
         if not on_host and self._shares_calls:
             self._shared = self._shared or self.over([])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,13 +31,13 @@ from elixir.hardware.host_share import (
     use_threads,
 )
 from elixir.kernels.adam.adam_rule import AdamOptions
-from elixir.kernels.adam.compiled_step import Combination, missing_compiler
 from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.native import build_kernel
+from elixir.kernels.adam.native import Combination, build_kernel
 from elixir.kernels.adam.step import adam_step
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
+from tests.common.early import needs_kernel
 from tests.common.parity import Case, case, make_plan, square_loss
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can be seen and bound on Linux only")
@@ -161,7 +160,7 @@ def lane() -> Iterator[ThreadLane]:
 
 def _fused() -> Callable[[], object]:
     tensors = [torch.zeros(2**20) for _ in range(4)]
-    return partial(fused_step, *([tensor] for tensor in tensors), AdamOptions(), 1)
+    return partial(fused_step, *tensors, AdamOptions(), 1)
 
 
 def _in_pieces() -> Callable[[], object]:
@@ -172,11 +171,7 @@ def _in_pieces() -> Callable[[], object]:
 
 
 def _compiled() -> Callable[[], object]:
-    lacking = missing_compiler("cpu")
-    if lacking is not None:
-        pytest.skip(lacking)
-    combination = Combination("cpu", torch.bfloat16, torch.bfloat16, "float32")
-    kernel = build_kernel(combination, partial(subprocess.run, check=True))
+    kernel = build_kernel(Combination(torch.bfloat16, torch.bfloat16, "float32"))
     states = MasterStates(torch.zeros(2**20), make_moments(2**20, "float32", "cpu"))
     gradient = torch.ones_like(states.master, dtype=torch.bfloat16)
     return partial(kernel, gradient, states, states, torch.zeros_like(gradient), AdamOptions(), 1, 1.0, 0)
@@ -188,11 +183,12 @@ def _threads() -> set[int]:
 
 @pytest.mark.sampled
 @linux
-@pytest.mark.parametrize("make", [_fused, _in_pieces, _compiled])
+@pytest.mark.parametrize("make", [_fused, _in_pieces, pytest.param(_compiled, marks=needs_kernel)])
 def test_a_lane_steps_on_its_own_threads_and_compute_keeps_its_number(
-    lane: ThreadLane, make: Callable[[], Callable[[], object]]
+    lane: ThreadLane, make: Callable[[], Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenMP starts a thread's helpers with its first operator: there are as many new threads as were asked for."""
+    monkeypatch.setenv("ELIXIR_COMPILE", "0")  # a thread that compiles would count
     before, core, step = torch.get_num_threads(), min(os.sched_getaffinity(0)), make()
     seen: dict[str, Any] = {}
 

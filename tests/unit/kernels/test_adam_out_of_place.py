@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import subprocess
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +15,9 @@ import torch
 from elixir.errors import InputError
 from elixir.kernels.adam import native
 from elixir.kernels.adam.adam_rule import AdamOptions, step_numbers
-from elixir.kernels.adam.compiled_step import Combination
 from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.native import build_kernel
-from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step, adam_step_out_of_place
-from elixir.kernels.adam.when_compiled import absent_kernels, begin_kernel
+from elixir.kernels.adam.native import Combination, absent_kernels, build_kernel, kernel_for
+from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step
 from tests.common import inside
 from tests.common.early import needs_kernel
 
@@ -28,8 +26,7 @@ OPTIONS = (
     AdamOptions(lr=1e-3, weight_decay=0.1),
     AdamOptions(lr=1e-2, beta1=0.3, decoupled=False, weight_decay=0.01, maximize=True),
 )
-run = functools.partial(subprocess.run, check=True)
-ONE_LIBRARY = Combination("cpu", torch.float32, None, "bfloat16")
+ONE_LIBRARY = Combination(torch.float32, None, "bfloat16")
 """A case with one library: with float32 moments a second one is made if the first has other bits."""
 _ALL = [(gradient, weight) for gradient in FLOATS for weight in (None, *FLOATS[1:])]
 _QUICK = {(torch.bfloat16, torch.bfloat16), (torch.float32, None)}
@@ -81,8 +78,10 @@ def both_ways(gradient: torch.Tensor, kind: str, weight: torch.dtype | None, at:
             old = states(numel, kind, number, at)
             before, place, new = bits(old), copied(old, at), copied(states(numel, kind, 7, at), at)
             outs = [None if weight is None else torch.zeros(numel, dtype=weight) for _ in range(2)]
-            adam_step(gradient, place.master, outs[0], place.moments, options, 3, factor, at=at or None)
-            forms.add(adam_step_out_of_place(gradient, old, new, outs[1], options, 3, factor, at=at or None))
+            with mock.patch.dict(os.environ, {"ELIXIR_COMPILE": "0"}):
+                adam_step(gradient, place.master, outs[0], place.moments, options, 3, factor, at=at or None)
+            given = (gradient, old.master, outs[1], old.moments, options, 3, factor)
+            forms.add(adam_step(*given, at=at or None, into=new))
             assert bits(old) == before
             assert bits(new, outs[1]) == bits(place, outs[0])
     return forms
@@ -125,8 +124,9 @@ def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_n
     old = states(1024, "float32", 0)
     place, new = copied(old, 0), copied(old, 0)
     outs = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
-    adam_step(gradient, place.master, outs[0], place.moments, OPTIONS[0], 3)
-    adam_step_out_of_place(gradient, old, new, outs[1], OPTIONS[0], 3)
+    with mock.patch.dict(os.environ, {"ELIXIR_COMPILE": "0"}):
+        adam_step(gradient, place.master, outs[0], place.moments, OPTIONS[0], 3)
+    adam_step(gradient, old.master, outs[1], old.moments, OPTIONS[0], 3, into=new)
     for mine, theirs in zip((new.master, *new.moments.tensors(), outs[1]), (place.master, *place.moments.tensors(), outs[0]), strict=True):  # fmt: skip
         assert torch.equal(mine.isnan(), theirs.isnan())
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
@@ -141,17 +141,17 @@ def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_com
 
 def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
     assert both_ways(gradient_of(1000, torch.float32), "float32", None) == {COPIED}
-    assert absent_kernels() == ["Adam (cpu, float32, no weights, float32 moments)"]
+    assert absent_kernels() == ["CPU Adam (float32, no weights, float32 moments)"]
 
 
 def form_of_step(numel: int = 1000) -> str:
     old, new = states(numel, "float32", 0), states(numel, "float32", 1)
-    return adam_step_out_of_place(gradient_of(numel, torch.float32), old, new, None, OPTIONS[0], 3)
+    return adam_step(gradient_of(numel, torch.float32), old.master, None, old.moments, OPTIONS[0], 3, into=new)
 
 
 @needs_kernel
 @pytest.mark.parametrize("mode", ["0", "1", "now"])
-def test_the_kernel_depends_on_no_switch_of_torch_compile(
+def test_no_switch_keeps_the_kernel_from_steps_that_plans_count_on(
     mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", mode)
@@ -163,8 +163,7 @@ def test_the_kernel_depends_on_no_switch_of_torch_compile(
 
 @needs_kernel
 def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
-    begin_kernel(torch.float32, None, "float32")
-    begin_kernel(torch.float32, None, "8bit")  # for which there is none
+    kernel_for(Combination(torch.float32, None, "float32"), 1, separate=True)
     assert absent_kernels() == []
     assert form_of_step() == ONE_PASS
 
@@ -184,10 +183,11 @@ def test_a_kernel_with_other_bits_is_not_used(
 @needs_kernel
 def test_a_library_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiles: None) -> None:
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
-    build_kernel(ONE_LIBRARY, run)
+    build_kernel(ONE_LIBRARY)
     made = list((tmp_path / "elixir").iterdir())
     assert len(made) == 1
-    build_kernel(ONE_LIBRARY, lambda command: pytest.fail("compiled again"))
+    monkeypatch.setattr(native, "_run", lambda command: pytest.fail("compiled again"))
+    build_kernel(ONE_LIBRARY)
 
 
 @pytest.mark.sampled
@@ -197,14 +197,14 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
-    build_kernel(ONE_LIBRARY, run)
+    build_kernel(ONE_LIBRARY)
     (made,) = (tmp_path / "elixir").iterdir()
     assert [path.stat().st_mode & 0o077 for path in (made, made.parent)] == [0, 0]
     (made if what == "library" else made.parent).chmod(0o777)
     made.write_bytes(b"planted")
     loaded, load = [], ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()) or load(path))
-    build_kernel(ONE_LIBRARY, run)
+    build_kernel(ONE_LIBRARY)
     assert [content[:4] for content in loaded] == [b"\x7fELF"]
     assert ("chmod go-w" in caplog.text) == (what == "folder")
     assert [path.name for path in made.parent.iterdir()] == [made.name]
@@ -214,10 +214,10 @@ def test_a_library_that_others_could_have_written_is_never_loaded(
 @needs_kernel
 def test_a_form_without_a_kernel_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no kernel"):
-        build_kernel(Combination("cpu", torch.float64, None, "float32"), run)
+        build_kernel(Combination(torch.float64, None, "float32"))
 
 
 def test_other_memory_of_another_size_is_refused() -> None:
     old, new = states(8, "float32", 0), states(9, "float32", 0)
     with pytest.raises(InputError, match="match"):
-        adam_step_out_of_place(torch.zeros(8), old, new, None, AdamOptions(), 1)
+        adam_step(torch.zeros(8), old.master, None, old.moments, AdamOptions(), 1, into=new)

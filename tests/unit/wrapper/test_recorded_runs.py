@@ -25,7 +25,7 @@ from unittest import mock
 import pytest
 
 from elixir.errors import ElixirError
-from elixir.kernels.adam import compiled_step
+from elixir.kernels.adam import native
 from tests.common import inside
 from tests.common.made_up_runs import Program, Run, known_memory, norm_of
 from tests.common.rank_threads import results
@@ -45,7 +45,7 @@ def outcome(name: str) -> list[list[dict[str, Any]]]:
 def events(name: str) -> list[list[dict[str, Any]]]:
     """By rank and step, all events, the report, and the numbers."""
     run = Run.of(name)
-    eager = mock.patch.dict(os.environ, {compiled_step.VARIABLE: "0"})  # a kernel may be there at any time
+    eager = mock.patch.dict(os.environ, {native.VARIABLE: "0"})  # a kernel may be there at any time
     with tempfile.TemporaryDirectory(prefix="elixir-recorded-") as folder, recording() as seen, known_memory(), eager:
 
         def work(rank: int) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:
     return seen
 
 
-NO_MODEL_KERNELS = {"rms_norm": "plain", "swiglu": "plain", "rotary": "plain", "cross_entropy": "plain"}
+NO_MODEL_KERNELS = {"rms_norm": "plain", "swiglu": "plain", "cross_entropy": "plain"}
 """Fused kernels for the step alone."""
 
 
