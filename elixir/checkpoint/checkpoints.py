@@ -12,8 +12,8 @@ from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
+from elixir.checkpoint_format.folder import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 
@@ -117,7 +117,8 @@ class Checkpoints:
             raise first
         cut_off = unfinished(self.folder, self._files) if saves.rank == 0 and self.folder.is_dir() else []
         if cut_off:
-            logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, ", ".join(cut_off))
+            names = ", ".join(each.name for each in cut_off)
+            logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, names)
         return None
 
     def latest(self) -> Path | None:

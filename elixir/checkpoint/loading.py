@@ -14,9 +14,9 @@ import torch
 
 from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.saving import Saves
-from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
+from elixir.checkpoint.shared_folder import newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folder import known_checkpoints, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
@@ -75,8 +75,8 @@ def load_checkpoint(
     saves = Saves.of(user.states)
     saves.settle()
     path = Path(os.fspath(folder))
-    index = _agreed_index(path, user, saves, files)
-    with SavedCheckpoint(path, index, files=files) as saved:
+    where, index = _agreed_checkpoint(path, user, saves, files)
+    with SavedCheckpoint(where, index, files=files) as saved:
         load = _Loading(path, user, state, saved, strict, rng)
         problem: Exception | None = None
         try:
@@ -109,26 +109,28 @@ def load_checkpoint(
     return Loaded(path, index.step, index.sequence, index.world_size, said)
 
 
-def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> Index:
-    """Agrees on the newest checkpoint of the folder that all ranks see, also if a commit was cut off, which the next
-    save ends."""
+def _agreed_checkpoint(folder: Path, user: UserState, saves: Saves, files: Files) -> tuple[Path, Index]:
+    """Agrees on the newest checkpoint of the name that all ranks see, also if a save was cut off while it replaced one.
+
+    Where it lies on this rank, and its index.
+    """
     problem: Exception | None = None
-    known: list[Index] = []
+    known: list[tuple[Path, Index]] = []
     try:
         user.states.refuse("load_checkpoint()", loading=True)
-        known = known_indexes(folder, files)
+        known = known_checkpoints(folder, files=files)
         if not known:
             read_index(folder, files=files)  # raises what is wrong with it
     except (ElixirError, FileError) as error:
         problem = error
-    answers = saves.together("find", (user.names(), [each.id for each in known]), problem)
+    answers = saves.together("find", (user.names(), [index.id for _, index in known]), problem)
     if any(theirs[0] != answers[0][0] for theirs in answers):
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
     chosen = newest_of_all(theirs[1] for theirs in answers)
     if chosen is None:
         seen = [theirs[1] for theirs in answers]
         raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {seen}")
-    return next(each for each in known if each.id == chosen)
+    return next((where, index) for where, index in known if index.id == chosen)
 
 
 class _Loading:

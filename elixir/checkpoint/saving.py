@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from elixir.checkpoint.shared_folder import SharedFolder
 from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
+from elixir.checkpoint_format.folder import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
@@ -32,6 +33,7 @@ from elixir.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    FileError,
     InputError,
     InputTypeError,
     RankError,
@@ -62,8 +64,8 @@ def save_checkpoint(
     evaluation, calls `Saving.wait` first. A save notices what torch counts as a write, but not ``weight.data``.
 
     Args:
-        folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. One that is there
-            is replaced when the new one is whole.
+        folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. It is made next to
+            that name, and renamed when it is whole. One that is there is replaced; other files in it stay.
         state: the `ElixirModule` and its `ElixirOptimizer`, objects with ``state_dict`` and ``load_state_dict`` such
             as schedulers, `PerRank`, and plain values: None, numbers, text, bytes, lists, tuples, dicts, sets,
             tensors and numpy, in each other. Random number generators, buffers and the loss scale are saved as well.
@@ -384,25 +386,30 @@ class Saving:
 
     def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
-        folder = SharedFolder.found(options.folder, self._id, group.rank, ranks, files)
-        before = folder.clean_up(ranks)
-        shared = captured.shared_tensors
-        if folder.count > 1:
-            shared = ranks.exchange(shared if group.rank == 0 else None)[0]
-        parts = self._parts(folder, shared)
-        folder.check_space(sum(part.nbytes for part in parts), ranks)
+        folder = SharedFolder.made(options.folder, self._id, group.rank, ranks, files)
         try:
-            written = [self._write(part, ranks) for part in parts]
-            sequence = folder.next_sequence(ranks)
-            folder.check_written(written)
+            sequence = folder.tidy(ranks)
+            shared = captured.shared_tensors
+            if folder.count > 1:
+                shared = ranks.exchange(shared if group.rank == 0 else None)[0]
+            parts = self._parts(folder, shared)
+            folder.check_space(sum(part.nbytes for part in parts), ranks)
+            written = [self._write(part, folder.part, ranks) for part in parts]
+            for file in written:
+                files.size(folder.part / file.name)
             index = _index(self._id, sequence, ranks.exchange((written, captured.part)), options)
-            folder.commit(index, before, ranks)
-        except BaseException:
-            folder.abandon(self._id)
+            folder.commit(index, ranks)
+            if options.retains:
+                folder.retain(options.keep, ranks)
+            ranks.exchange()  # an error of any leader is an error of all
+        except BaseException as error:
+            folder.abandon()
+            if isinstance(error, FileError) and error.errno == errno.ENOENT:
+                raise CheckpointError(
+                    f"{error}: another save into the same folder was under way; one run, and one model of it, saves "
+                    "into a folder"
+                ) from error
             raise
-        if options.retains:
-            folder.retain(options.keep, ranks)
-        ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
     def _parts(self, folder: SharedFolder, shared: Mapping[str, torch.Tensor]) -> list[_Part]:
@@ -427,8 +434,8 @@ class Saving:
             found.append(_Part(shared_file(self._id), whole_slices(shared), shared))
         return found
 
-    def _write(self, part: _Part, ranks: HeartbeatGroup) -> WrittenFile:
-        writer = SliceWriter(self._options.folder / part.name, part.slices, files=self._options.files)
+    def _write(self, part: _Part, folder: Path, ranks: HeartbeatGroup) -> WrittenFile:
+        writer = SliceWriter(folder / part.name, part.slices, files=self._options.files)
         try:
             if part.has_states:
                 self.snapshot.write(writer.write_span, ranks.heartbeat)

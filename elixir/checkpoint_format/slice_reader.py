@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folder import located, read_index
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
 from elixir.checkpoint_format.slices import header_in_index
@@ -53,8 +53,8 @@ class SliceReader:
     """
 
     def __init__(self, folder: PathLike, index: Index | None = None, *, files: Files = FILES) -> None:
-        self.folder, self._files = Path(folder), files
-        self.index = index if index is not None else read_index(folder, files=files)
+        self.folder, self._files = Path(folder) if index is not None else located(folder), files
+        self.index = index if index is not None else read_index(self.folder, files=files)
         self._open: OrderedDict[str, File] = OrderedDict()
         self._scratch: bytearray | None = None
         self._pool: ThreadPoolExecutor | None = None

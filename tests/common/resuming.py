@@ -18,7 +18,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.states import small_states
 from tests.common import gpu, inside
-from tests.common.file_faults import Crash, Operation
+from tests.common.file_faults import Crash, Operation, lay_out
 from tests.common.parity import Case
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -137,7 +137,7 @@ def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: 
     """Reads `number` from every checkpoint that a crash after a prefix of a record may leave: 1 was saved, then 2.
 
     Args:
-        crash: of the folder as it was before the record.
+        crash: of the folder around the checkpoint ``run``, as it was before the record.
         log: operations of the second save; once all are done, 2 must be there.
         folder: gets a folder for each outcome.
         seeds: so many random parts of what had not reached the disk are kept, one after the other.
@@ -149,10 +149,7 @@ def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: 
         for what, content in crash.outcomes(seeds=seeds):
             left = frozenset(content.items())
             if left not in found:
-                place = folder / f"left-{len(found)}"
-                place.mkdir()
-                for name, raw in content.items():
-                    (place / name).write_bytes(raw)
+                place = lay_out(folder / f"left-{len(found)}", content) / "run"
                 assert verify(place) == (), (done, what)
                 with open_checkpoint(place) as saved:
                     found[left] = saved.value("number")

@@ -17,10 +17,9 @@ import torch
 
 from elixir import checkpoint_format
 from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.commit import read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.folder import next_sequence, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import merge_tensors, parse_index
-from elixir.checkpoint_format.run_folders import find_checkpoints, next_sequence
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
@@ -36,7 +35,7 @@ from elixir.errors import (
     StateError,
 )
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
-from tests.common.checkpoints import group, same, save
+from tests.common.checkpoints import found_in, group, same, save
 from tests.common.file_faults import RecordingFiles, ShortFiles
 from tests.common.peaks import resident_growth
 
@@ -349,7 +348,7 @@ def test_weights_are_a_state_dict_of_the_model(tmp_path: Path) -> None:
 
 def test_the_latest_is_what_was_saved_last_whatever_its_step(tmp_path: Path) -> None:
     """A run resumed from step 500 while 1000 lies there."""
-    assert find_checkpoints(tmp_path / "absent") == ((), ())
+    assert found_in(tmp_path / "absent") == ([], [])
     for step in (500, 1000, 600):
         save(tmp_path / f"step-{step:08}", {"weight/w": torch.ones(1)}, step=step)
     (tmp_path / "notes").mkdir()
@@ -357,13 +356,13 @@ def test_the_latest_is_what_was_saved_last_whatever_its_step(tmp_path: Path) -> 
     damaged = tmp_path / "step-00001100"
     damaged.mkdir()
     (damaged / "index.json").write_text("{}")
-    found, errors = find_checkpoints(tmp_path)
+    found, errors = found_in(tmp_path)
     indexes = [read_index(each) for each in found]
     assert [(each.step, each.sequence) for each in indexes] == [(600, 3), (1000, 2), (500, 1)]
     assert [error.path for error in errors if isinstance(error, CheckpointCorrupt)] == [str(damaged / "index.json")]
     assert next_sequence(tmp_path / "step-00000700") == 4
     save(tmp_path / "step-00000500", {"weight/w": torch.ones(1)}, step=500)
-    assert read_index(find_checkpoints(tmp_path)[0][0]).step == 500
+    assert read_index(found_in(tmp_path)[0][0]).step == 500
 
 
 def test_a_removed_checkpoint_is_gone_index_first_and_foreign_files_stay(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
-from tests.common.checkpoints import save, write
+from tests.common.checkpoints import commit_written, save, write
 from tests.common.file_faults import FailingFiles, RecordingFiles
 
 
@@ -138,7 +137,7 @@ def test_weights_that_lie_in_another_order_are_exported_by_position(tmp_path: Pa
     tensors = {"weight/w": torch.randn(6, 4), "weight/v": torch.randn(3)}
     index = write(tmp_path, tensors | {"weight/w": tensors["weight/w"].t()}, world_size=3)
     turned = replace(index.tensors["weight/w"], shape=(6, 4), order=(1, 0))
-    commit(tmp_path, replace(index, tensors=index.tensors | {"weight/w": turned}))
+    commit_written(tmp_path, replace(index, tensors=index.tensors | {"weight/w": turned}))
     size = dtype.itemsize * (24 + 3)
     out = export_hf(tmp_path, tmp_path / "out", dtype=dtype, max_shard_size=size)
     found = load_file(out / "model.safetensors")

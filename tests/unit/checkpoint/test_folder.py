@@ -86,8 +86,10 @@ def test_saves_that_were_all_cut_off_are_told(run: Run, tmp_path: Path, caplog: 
         assert not caplog.records
         checkpoints.save(3, run.state())
     (tmp_path / "step-00000003" / INDEX_NAME).unlink()
+    (tmp_path / "step-00000005.0badcafe.part").mkdir()
     assert Checkpoints(tmp_path).load(run.state()) is None
-    assert "all saves were cut off, so nothing is loaded: step-00000003" in caplog.text
+    cut_off = "step-00000003, step-00000005.0badcafe.part"
+    assert f"all saves were cut off, so nothing is loaded: {cut_off}" in caplog.text
 
 
 def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
@@ -112,13 +114,15 @@ def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_a_save_that_was_cut_off_left_goes_before_the_next_takes_room(run: Run, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, run.state(), wait=True, files=FILES)
-    left = tmp_path / "0123456789abcdef-rank-00000-of-00001.safetensors"
+    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    left = tmp_path / "run.0123456789abcdef.part" / "0123456789abcdef-rank-00000-of-00001.safetensors"
+    left.parent.mkdir()
     left.write_bytes(b"cut off")
     files = RecordingFiles()
-    save_checkpoint(tmp_path, run.state(), wait=True, files=files)
+    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=files)
     removed = [change.name == "remove" and change.path == str(left) for change in files.log].index(True)
-    assert removed < [change.name for change in files.log].index("create")
+    assert removed < [change.name for change in files.log].index("write")
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
@@ -360,7 +364,7 @@ def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
     with pytest.raises(CheckpointError, match="are free") as caught:
         save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
     assert caught.value.__cause__ is None, "it was raised as it is"
-    assert os.listdir(tmp_path / "run") == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_not_the_moment(run: Run, tmp_path: Path) -> None:
