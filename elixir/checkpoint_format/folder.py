@@ -94,7 +94,7 @@ def is_step_folder(folder: Path) -> bool:
 
 
 def located(folder: PathLike) -> Path:
-    """Finds where the checkpoint of a name lies: in the folder, or in ``NAME.old`` if a save was cut off between renames."""
+    """Finds the checkpoint of a name: in the folder, or in ``NAME.old`` if a save was cut off between two renames."""
     path = Path(os.path.abspath(folder))
     old = old_folder(path)
     return old if not os.path.lexists(path / INDEX_NAME) and os.path.lexists(old / INDEX_NAME) else Path(folder)

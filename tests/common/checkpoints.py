@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from elixir.checkpoint_format.folder import (
     tidy,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.slices import Slice, SliceWriter
+from elixir.checkpoint_format.saved_tensor import Part
+from elixir.checkpoint_format.slices import SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointError, FileError
 from elixir.files import FILES, Files
@@ -53,25 +55,23 @@ def write(
     try:
         files.make_folder(part)
         for rank in range(world_size):
-            parts = {}
+            parts: list[Part] = []
             for key, tensor in tensors.items():
                 flat, multiple = tensor.detach().contiguous().view(-1), cut_to if key in (blocks or {}) else 1
                 low, high = (
-                    min(flat.numel(), -(-flat.numel() * each // world_size) // multiple * multiple)
-                    if each < world_size
+                    min(flat.numel(), -(-flat.numel() * number // world_size) // multiple * multiple)
+                    if number < world_size
                     else flat.numel()
-                    for each in (rank, rank + 1)
+                    for number in (rank, rank + 1)
                 )
-                parts[key] = (low, flat[low:high], tuple(tensor.shape))
-            slices = [
-                Slice(key, shape, flat.dtype, low, flat.numel(), (blocks or {}).get(key))
-                for key, (low, flat, shape) in parts.items()
-            ]
-            writer = SliceWriter(part / rank_file(checkpoint_id, rank, world_size), slices, files=files)
+                whole, mine = Part.whole(key, tensor), Part.whole(key, flat[low:high])
+                block = (blocks or {}).get(key)
+                parts.append(replace(mine, shape=whole.shape, start=low, block_numel=block))
+            writer = SliceWriter(part / rank_file(checkpoint_id, rank, world_size), parts, files=files)
             try:
                 # The last first: any order must do.
-                for key, (_, flat, _) in reversed(parts.items()):
-                    writer.write_tensor(key, flat)
+                for each in reversed(parts):
+                    writer.write_part(each)
                 written.append(writer.finish())
             except BaseException:
                 writer.abandon()

@@ -109,9 +109,7 @@ class Run:
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in inside.shards(self.optimizer):
             for each in part.states.to_save():
-                found[f"{each.kind}.{each.name}.{each.first}"] = (
-                    each.values(0, each.tensor.numel()).detach().cpu().clone()
-                )
+                found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
             found |= {f"small.{name}": vars(small) for name, small in small_states(part.states).items()}
         found["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups

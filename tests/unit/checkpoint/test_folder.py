@@ -21,7 +21,7 @@ import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions, Saves
-from elixir.checkpoint.snapshot import Snapshot
+from elixir.checkpoint.snapshot import COPIES, Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
@@ -36,7 +36,6 @@ from elixir.errors import (
     InputTypeError,
 )
 from elixir.plan.plan import Plan
-from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
 from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
@@ -301,21 +300,6 @@ def test_of_two_saves_at_once_into_one_folder_none_is_lost(run: Run, tmp_path: P
         assert saved.value("number") == 2
 
 
-def test_states_that_change_their_layout_in_a_save_fail_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = ChunkStates.tensors
-    monkeypatch.setattr(
-        ChunkStates,
-        "tensors",
-        lambda states: real(states)[: -1 if threading.current_thread().name == "elixir save" else None],
-    )
-    with pytest.raises(CheckpointError, match=r"states of chunk \d+ changed their layout while they were saved"):
-        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
-    with pytest.raises(CheckpointNotFound):
-        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
-
-
 def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     it, plan = planned("cnn", "mixed")
     run = Run(it, plan, adamw)
@@ -349,12 +333,12 @@ def test_memory_for_copies_of_another_size_takes_the_place_of_the_old(run: Run, 
     user, parts = UserState.of(run.state()), inside.arena(run.module).parts
     saves = Saves.of(user.states)
     for nbytes in (4096, 4096, 8192, 0, 4096):
-        saves.start(user, SaveOptions(tmp_path, files=FILES, pool_bytes=nbytes + 1)).wait()
-        pool = inside.checkpoint_pool(run.module)
-        area = pool.take(64)
+        saves.start(user, SaveOptions(tmp_path, files=FILES, copies_bytes=nbytes + 1)).wait()
+        pool = inside.checkpoint_copies(run.module)
+        area = inside.copy_room(pool, 64)
         assert parts("host").get("checkpoint", 0) == nbytes
         if area is not None:
-            pool.give_back(area)
+            pool.buffers.give_back(COPIES, area)
 
 
 def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
@@ -504,7 +488,7 @@ def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> N
         for number, move in enumerate(moves):
             folder = tmp_path / str(number)
             user = UserState.of(run.state())
-            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), pool_bytes=0))
+            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), copies_bytes=0))
             move()
             saving.wait()
             if number:

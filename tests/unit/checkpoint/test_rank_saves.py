@@ -180,7 +180,7 @@ def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) ->
     made = []
     for number in range(3):
         save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES)
-        made.append(inside.checkpoint_pool(run.module))
+        made.append(inside.checkpoint_copies(run.module))
         run.step(number + 1)
     assert made[0] is made[1] is made[2]
     run.module.close()
@@ -209,7 +209,7 @@ def test_who_keeps_a_save_keeps_no_memory_of_a_closed_module(tmp_path: Path, fil
     saving = save_checkpoint(tmp_path, state_of(run), files=files)
     failed = saving.end()
     engine = inside.engine(run.module)
-    parts = (engine, engine.arena, inside.checkpoint_pool(run.module), *engine.chunks)
+    parts = (engine, engine.arena, inside.checkpoint_copies(run.module).buffers, *engine.chunks)
     kept = [weakref.ref(each) for each in parts]
     run.module.close()
     del run, engine, parts
@@ -223,11 +223,11 @@ def test_who_keeps_an_error_keeps_no_tensor_that_was_to_be_written(
 ) -> None:
     given: list[weakref.ref[torch.Tensor]] = []
 
-    def failing(self: slices.SliceWriter, key: str, tensor: torch.Tensor) -> None:
-        given.append(weakref.ref(tensor))
-        raise FileError(key)
+    def failing(self: slices.SliceWriter, part: saved_tensor.Part) -> None:
+        given.append(weakref.ref(part.values(0, part.numel)))
+        raise FileError(part.key)
 
-    monkeypatch.setattr(slices.SliceWriter, "write_tensor", failing)
+    monkeypatch.setattr(slices.SliceWriter, "write_part", failing)
     saving = save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), files=FILES)
     failed = saving.end()
     gc.collect()
@@ -472,13 +472,13 @@ def test_memory_is_taken_for_the_reordered_tensors_of_one_parameter_at_a_time(
 
 def test_a_save_looks_at_the_others_after_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    write = slices.SliceWriter.write_tensor
+    write = slices.SliceWriter.write_part
 
-    def noted(self: slices.SliceWriter, key: str, tensor: torch.Tensor) -> None:
-        write(self, key, tensor)
+    def noted(self: slices.SliceWriter, part: saved_tensor.Part) -> None:
+        write(self, part)
         seen.append("tensor")
 
-    monkeypatch.setattr(slices.SliceWriter, "write_tensor", noted)
+    monkeypatch.setattr(slices.SliceWriter, "write_part", noted)
     monkeypatch.setattr(HeartbeatGroup, "heartbeat", lambda self: seen.append("heartbeat"))
     save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), wait=True, files=FILES)
     assert seen.count("tensor") > 1
