@@ -19,7 +19,7 @@ from elixir.checkpoint.user_state import UserState, check_tensor, restore, resto
 from elixir.checkpoint_format.folder import known_checkpoints, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
+from elixir.checkpoint_format.saved_tensor import SavedTensor
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -424,8 +424,9 @@ class CheckpointStates:
         if same and out.device.type == "cpu" and out.is_contiguous():
             self._saved.begin_to_read(key, start, out)
             return
-        for first, stop in _ranges(saved, start, start + out.numel()):
-            read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
+        read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
+        for span in saved.spans(start, start + out.numel()):  # every span is read once
+            first, stop = max(start, span.start), min(start + out.numel(), span.stop)
             out[first - start : stop - start].copy_(read(key, first, stop))
 
     def _in_order(self, key: str, saved: SavedTensor, name: str) -> torch.Tensor:
@@ -443,19 +444,6 @@ class CheckpointStates:
         if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):
             return {f"weights saved in {dtype_name(saved)} are rounded to {dtype_name(out.dtype)}"}
         return set()
-
-
-def _ranges(saved: SavedTensor, start: int, stop: int) -> list[tuple[int, int]]:
-    """Ranges of elements that each lie in one span of one piece, so that every span is read once."""
-    found = []
-    step = SPAN_BYTES // saved.itemsize
-    for piece in saved.pieces:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        while low < high:
-            end = min(high, piece.start + ((low - piece.start) // step + 1) * step)
-            found.append((low, end))
-            low = end
-    return found
 
 
 def _difference(here: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,6 +127,20 @@ class Piece:
         return self.start + self.numel
 
 
+_START = attrgetter("start")
+
+
+class Span(NamedTuple):
+    """What is written, checked and read at once: a range of a piece, and of its tensor."""
+
+    piece: Piece
+    number: int
+    """Place in the piece."""
+    start: int
+    """First element of the tensor."""
+    stop: int
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor of a checkpoint, with its pieces in one rank's file or in all files."""
@@ -174,6 +190,17 @@ class SavedTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.numel * self.itemsize
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """Yields the spans that have elements from `start` to `stop`, in order."""
+        numel = SPAN_BYTES // self.itemsize
+        for piece in self.pieces[max(0, bisect_right(self.pieces, start, key=_START) - 1) :]:
+            if piece.start >= stop:
+                return
+            first = max(0, start - piece.start) // numel
+            for number in range(first, -(-(min(stop, piece.stop) - piece.start) // numel)):
+                begin = piece.start + number * numel
+                yield Span(piece, number, begin, min(begin + numel, piece.stop))
 
     def uncovered(self) -> str:
         """Says why the pieces are not the whole tensor exactly once, in order; empty if they are."""

@@ -227,7 +227,7 @@ def _unflat(tag: str, read: Callable[[str], torch.Tensor], *, key: Any, dtype: A
     return (torch.view_as_complex(flat.view(-1, 2)) if parts else flat).reshape(sizes)
 
 
-def _scalar(*, dtype: Any, hex: Any) -> Any:  # noqa: A002
+def _scalar(*, dtype: Any, hex: Any) -> Any:
     (found,) = np.frombuffer(bytes.fromhex(_of(str, hex)), dtype=_numpy_dtype(dtype))
     return found
 

@@ -13,7 +13,7 @@ import pytest
 
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.folder import known_checkpoints
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.saved_checkpoint import verify
 from elixir.errors import CheckpointError, RankError
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import CHANGES, Crash, Operation, RecordingFiles, UnsyncedFiles

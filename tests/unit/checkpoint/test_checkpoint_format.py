@@ -20,9 +20,8 @@ from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folder import next_sequence, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import merge_tensors, parse_index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint, open_checkpoint, verify
 from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, Part, SavedTensor
-from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
 from elixir.checkpoint_format.slices import SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import (
@@ -82,10 +81,10 @@ def test_any_range_is_read_across_spans_and_files(tmp_path: Path, world_size: in
         *(tuple(sorted(dice.sample(range(numel), 2))) for _ in range(10)),
         (5, 5),
     ]
-    with SliceReader(tmp_path, files=ShortFiles()) as reader:
+    with SavedCheckpoint(tmp_path, files=ShortFiles()) as reader:
         for start, stop in ranges[:3]:
             assert torch.equal(reader.read("weight/w", start, stop), tensor[start:stop])
-    with SliceReader(tmp_path) as reader:
+    with SavedCheckpoint(tmp_path) as reader:
         for start, stop in ranges:
             assert torch.equal(reader.read("weight/w", start, stop), tensor[start:stop])
         for start, stop in ((-1, 3), (0, numel + 1), (4, 3)):
@@ -442,7 +441,7 @@ def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_thread
     tensors = {f"weight/{i}": torch.randn(60_000 if i % 3 else 7) for i in range(2 * OPEN_FILES)}
     tensors["weight/large"] = torch.randn(3 * SPAN_BYTES // 4 + 11)
     index = save(tmp_path, tensors, world_size=2 * OPEN_FILES + 1)
-    with SliceReader(tmp_path) as reader:
+    with SavedCheckpoint(tmp_path) as reader:
         for _ in range(2):
             out = {key: torch.empty(each.numel()) for key, each in tensors.items()}
             for key, each in out.items():

@@ -23,9 +23,8 @@ from elixir.checkpoint_format.folder import (
     tidy,
 )
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
-from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from tests.common.checkpoints import commit_written, found_in, save, write

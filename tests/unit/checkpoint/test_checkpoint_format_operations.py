@@ -17,8 +17,8 @@ import torch
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folder import known_checkpoints, part_folder, remove_checkpoint, remove_old, tidy
 from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Part
-from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader
 from elixir.checkpoint_format.slices import HEADER_MULTIPLE_BYTES, SliceWriter
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
@@ -160,7 +160,7 @@ def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_pat
 def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
     tensors = {"weight/w": torch.arange(3.0 * OPEN_FILES)}
     save(tmp_path, tensors, world_size=OPEN_FILES + 3)
-    with SliceReader(tmp_path) as reader:
+    with SavedCheckpoint(tmp_path) as reader:
         most = 0
         for first in range(0, 3 * OPEN_FILES, 3):
             assert torch.equal(reader.read("weight/w", first, first + 3), tensors["weight/w"][first : first + 3])
@@ -170,7 +170,7 @@ def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
         reader.begin_to_read("weight/w", 0, torch.empty(5))
     assert not any(str(tmp_path) in path for path in open_paths())
     files = OpeningFiles()
-    with SliceReader(tmp_path, files=files) as reader:
+    with SavedCheckpoint(tmp_path, files=files) as reader:
         before = files.opened
         for number in (*range(OPEN_FILES), 0, OPEN_FILES, 0):  # what was used last stays open
             first = -(-3 * OPEN_FILES * number // (OPEN_FILES + 3))
@@ -190,7 +190,7 @@ def test_files_are_closed_when_what_reads_them_is_done(tmp_path: Path) -> None:
             return super().call(operation, path, function, *args)
 
     out = torch.zeros(2 * OPEN_FILES)
-    with SliceReader(tmp_path, files=Late()) as reader:
+    with SavedCheckpoint(tmp_path, files=Late()) as reader:
         reader.read_into("weight/w", 0, out)
     assert torch.equal(out, tensors["weight/w"])
 
@@ -205,7 +205,7 @@ def test_large_reads_are_made_by_threads_that_end_with_the_reader(tmp_path: Path
                 threads.add(threading.current_thread().name.partition("_")[0])
             return super().call(operation, path, function, *args)
 
-    with SliceReader(tmp_path, files=Watched()) as reader:
+    with SavedCheckpoint(tmp_path, files=Watched()) as reader:
         reader.read("weight/w", 1, 1000)
         assert threads == {"MainThread"}, "a part of a span goes through separate memory"
         threads.clear()
@@ -230,7 +230,7 @@ def test_nothing_is_written_to_a_callers_tensor_after_an_error(tmp_path: Path) -
             return super().call(operation, path, function, *args)
 
     out = [torch.zeros(SPAN_BYTES // 4) for _ in tensors]
-    with SliceReader(tmp_path, files=FirstFails()) as reader:
+    with SavedCheckpoint(tmp_path, files=FirstFails()) as reader:
         for key, each in zip(tensors, out, strict=True):
             reader.begin_to_read(key, 0, each)
         with pytest.raises(CheckpointError, match="Input/output error"):

@@ -24,8 +24,7 @@ from elixir.checkpoint.saving import SaveOptions, Saves
 from elixir.checkpoint.snapshot import COPIES, Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -12,7 +12,7 @@ import pytest
 
 from elixir.checkpoint import Checkpoints, heartbeat_group, load_checkpoint, save_checkpoint
 from elixir.checkpoint.heartbeat_group import LONGEST_PERIOD_S, HeartbeatGroup
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.saved_checkpoint import verify
 from elixir.errors import CheckpointError, RankError
 from tests.common.parity import adamw
 from tests.common.resuming import Run

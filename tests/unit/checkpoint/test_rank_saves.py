@@ -19,7 +19,7 @@ from elixir.checkpoint import loading as module
 from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import saved_tensor, slice_reader, slices
+from elixir.checkpoint_format import saved_checkpoint, saved_tensor, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
@@ -413,7 +413,7 @@ def test_each_file_system_gets_the_values_of_rank_0(tmp_path: Path, monkeypatch:
 
 def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its dtype or another, in the order of the dimensions or another."""
-    for each in (module, saved_tensor, slices, slice_reader):
+    for each in (saved_checkpoint, saved_tensor, slices):
         monkeypatch.setattr(each, "SPAN_BYTES", 64)
     torch.manual_seed(0)
     plain = torch.randn(6, 20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.saved_checkpoint import verify
 from elixir.cli import main
 from elixir.files import aligned_buffer
 from tests.common import checkpoints
