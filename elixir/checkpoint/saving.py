@@ -9,11 +9,11 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -45,6 +45,8 @@ from elixir.units import format_bytes
 from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -197,39 +199,42 @@ class Saves:
         self._values.close()
         return error
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Exchanges a value with all ranks, in order of rank, while no save is under way.
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Works on all ranks while no save is under way, and returns the results in order of rank.
+
+        All ranks raise if one does: the error of the first rank that has one.
 
         Raises:
             CheckpointError: the ranks have lost each other.
         """
+        found: T | None = None
+        problem: Exception | None = None
         try:
-            return self._values.exchange(what, value)
+            found = work()
+        except Exception as error:  # whatever it is, such as what a lane has raised
+            problem = error
+        try:
+            answers = self._values.exchange(what, (found, problem if problem is None else _report_of(problem)))
         except RankError as error:
             raise CheckpointError(str(error)) from error
-
-    def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
-        """Exchanges a value, after which all ranks raise if one has a problem: the error of the first rank that has
-        one."""
-        answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
             if theirs is not None:
                 kind, text, more = theirs
                 raise kind(f"rank {rank}: {text}" if self._values.size > 1 else text, **more) from problem
-        return [value for value, _ in answers]
+        return [each for each, _ in answers]
 
     def start(self, user: UserState, options: SaveOptions) -> Saving:
         """Begins to save; see `save_checkpoint`."""
         self.finish()
-        states, problem = user.states, None
-        captured: _Captured
-        try:
+        states = user.states
+        captured: list[_Captured] = []
+
+        def capture() -> tuple[Any, ...]:
             states.refuse("save_checkpoint()")
-            captured = _capture(user, options, self._values.rank)
-        except Exception as error:  # also what a lane has raised: all ranks must raise
-            problem = error
-        mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
-        answers = self.together("save", mine, problem)
+            captured.append(_capture(user, options, self._values.rank))
+            return os.fspath(options.folder), user.names(), options.step, options.frozen, new_id()
+
+        answers = self.together("save", capture)
         if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
             rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
@@ -238,7 +243,7 @@ class Saves:
         limit -= limit % ALIGNMENT_BYTES
         if self._copies is None or self._copies.kind.buffer_bytes != limit:
             self._copies = Copies.of(states.host_buffers, limit)
-        self.current = Saving(user, options, answers[0][-1], captured, self._copies, self._values)
+        self.current = Saving(user, options, answers[0][-1], captured.pop(), self._copies, self._values)
         return self.current
 
 

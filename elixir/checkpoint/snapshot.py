@@ -79,7 +79,7 @@ class PartState(enum.Enum):
     WRITING = "writing"
     """Memory of the chunk holds the bytes, and the writer reads it."""
     HANDED = "handed over"
-    """Memory of the chunk holds the bytes. An update that waits copies them next, to where there is room for them."""
+    """Memory of the chunk holds the bytes. An update that waits copies them next; it has room for them."""
     COPYING = "copying"
     """An update copies the bytes."""
     COPIED = "copied"
@@ -100,7 +100,7 @@ _ALLOWED = {
 
 @dataclass
 class _Rest:
-    """What is left to write of one tensor."""
+    """The part of one tensor that is left to write."""
 
     part: Part
     span: int = 0

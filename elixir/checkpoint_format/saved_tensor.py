@@ -131,7 +131,7 @@ _START = attrgetter("start")
 
 
 class Span(NamedTuple):
-    """What is written, checked and read at once: a range of a piece, and of its tensor."""
+    """A range of a piece that is written, checked and read at once."""
 
     piece: Piece
     number: int
