@@ -25,8 +25,8 @@ from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
 from elixir.checkpoint_format.folder import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.part_writer import PartWriter, WrittenFile, part_header
 from elixir.checkpoint_format.saved_tensor import Part
-from elixir.checkpoint_format.slices import SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group
 from elixir.errors import (
@@ -343,7 +343,7 @@ class Saving:
             if folder.count > 1:
                 shared = ranks.exchange(shared if group.rank == 0 else None)[0]
             own = self._files(folder, shared)
-            folder.check_space(sum(len(slice_header(each.parts)) + _bytes_of(each.parts) for each in own), ranks)
+            folder.check_space(sum(len(part_header(each.parts)) + _bytes_of(each.parts) for each in own), ranks)
             written = [self._write(each, folder.part, ranks) for each in own]
             for file in written:
                 files.size(folder.part / file.name)
@@ -386,7 +386,7 @@ class Saving:
         return found
 
     def _write(self, file: _File, folder: Path, ranks: HeartbeatGroup) -> WrittenFile:
-        writer = SliceWriter(folder / file.name, file.parts, files=self._options.files)
+        writer = PartWriter(folder / file.name, file.parts, files=self._options.files)
         try:
             if file.has_states:
                 self.snapshot.write(writer.write_span, ranks.heartbeat)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from elixir.checkpoint_format.folder import one_checkpoint
+from elixir.checkpoint_format.part_writer import safetensors_header
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of
-from elixir.checkpoint_format.slices import safetensors_header
 from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
 from elixir.memory_order import shaped

@@ -17,6 +17,7 @@ import torch
 from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.folder import located, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index, scale_key
+from elixir.checkpoint_format.part_writer import header_in_index
 from elixir.checkpoint_format.saved_tensor import (
     SPAN_BYTES,
     STORED_DTYPES,
@@ -25,7 +26,6 @@ from elixir.checkpoint_format.saved_tensor import (
     memory_of,
     scalar_state,
 )
-from elixir.checkpoint_format.slices import header_in_index
 from elixir.checkpoint_format.values import decode
 from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError, unknown_name
 from elixir.files import FILES, File, Files, PathLike

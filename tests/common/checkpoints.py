@@ -24,8 +24,8 @@ from elixir.checkpoint_format.folder import (
     tidy,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.part_writer import PartWriter
 from elixir.checkpoint_format.saved_tensor import Part
-from elixir.checkpoint_format.slices import SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointError, FileError
 from elixir.files import FILES, Files
@@ -67,7 +67,7 @@ def write(
                 whole, mine = Part.whole(key, tensor), Part.whole(key, flat[low:high])
                 block = (blocks or {}).get(key)
                 parts.append(replace(mine, shape=whole.shape, start=low, block_numel=block))
-            writer = SliceWriter(part / rank_file(checkpoint_id, rank, world_size), parts, files=files)
+            writer = PartWriter(part / rank_file(checkpoint_id, rank, world_size), parts, files=files)
             try:
                 # The last first: any order must do.
                 for each in reversed(parts):

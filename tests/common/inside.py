@@ -20,7 +20,7 @@ from elixir.checkpoint import saving, snapshot
 from elixir.checkpoint.snapshot import COPIES, Copies, Snapshot
 from elixir.checkpoint_format import index as index_file
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.slices import WrittenFile
+from elixir.checkpoint_format.part_writer import WrittenFile
 from elixir.chunk import chunk as chunk_file
 from elixir.chunk import pages
 from elixir.chunk.arena import Arena

@@ -20,9 +20,9 @@ from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folder import next_sequence, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import merge_tensors, parse_index
+from elixir.checkpoint_format.part_writer import PartWriter
 from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint, open_checkpoint, verify
 from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, Part, SavedTensor
-from elixir.checkpoint_format.slices import SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import (
     CheckpointCorrupt,
@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_span_and_by_no_other(tmp_pa
 def test_spans_come_in_any_order_and_once(tmp_path: Path) -> None:
     tensor = torch.arange(SPAN_BYTES * 5 // 8, dtype=torch.int16)  # a span and a quarter
     view = tensor.view(torch.uint8).numpy().data
-    writer = SliceWriter(tmp_path / "a", [Part("k", (tensor.numel(),), torch.int16, 0, tensor.numel())])
+    writer = PartWriter(tmp_path / "a", [Part("k", (tensor.numel(),), torch.int16, 0, tensor.numel())])
     spans = list(writer.spans("k"))
     assert spans == [(0, SPAN_BYTES), (1, SPAN_BYTES // 4)]
     for number, nbytes in reversed(spans):
@@ -134,7 +134,7 @@ def test_spans_come_in_any_order_and_once(tmp_path: Path) -> None:
                 writer.finish()
             assert list(writer.spans("k")) == [(0, SPAN_BYTES)]
     assert writer.finish().nbytes == (tmp_path / "a").stat().st_size == writer.nbytes
-    other = SliceWriter(tmp_path / "b", [Part("k", (4,), torch.int16, 0, 4)])
+    other = PartWriter(tmp_path / "b", [Part("k", (4,), torch.int16, 0, 4)])
     with pytest.raises(StateError, match="only described"):
         other.write_part(Part("k", (4,), torch.int16, 0, 4))
     other.abandon()
@@ -150,29 +150,28 @@ def test_slices_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         SavedTensor("int8", (2,), None, 0, ())
     assert SavedTensor("int8", (2,), None, 1, ()).uncovered() == "pieces end at element 0, the tensor has 2"
     with pytest.raises(InputError, match="twice"):
-        SliceWriter(tmp_path / "a", [Part("k", (4,), torch.int8, 0, 2), Part("k", (4,), torch.int8, 2, 2)])
+        PartWriter(tmp_path / "a", [Part("k", (4,), torch.int8, 0, 2), Part("k", (4,), torch.int8, 2, 2)])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_header_cannot_hold_is_refused_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elixir.checkpoint_format import slices
+    from elixir.checkpoint_format import part_writer
 
-    monkeypatch.setattr(slices, "LARGEST_HEADER_BYTES", 10_000)
+    monkeypatch.setattr(part_writer, "LARGEST_HEADER_BYTES", 10_000)
     with pytest.raises(InputError, match="shorten them"):
-        SliceWriter(tmp_path / "a", [Part("k" * 6000, (4,), torch.int8, 0, 4)])
+        PartWriter(tmp_path / "a", [Part("k" * 6000, (4,), torch.int8, 0, 4)])
     assert list(tmp_path.iterdir()) == []
-    fits = slices.slice_header([Part("k", (4,), torch.int8, 0, 4)])
-    monkeypatch.setattr(slices, "LARGEST_HEADER_BYTES", len(fits) - 8)
-    assert slices.slice_header([Part("k", (4,), torch.int8, 0, 4)]) == fits
+    fits = part_writer.part_header([Part("k", (4,), torch.int8, 0, 4)])
+    monkeypatch.setattr(part_writer, "LARGEST_HEADER_BYTES", len(fits) - 8)
+    assert part_writer.part_header([Part("k", (4,), torch.int8, 0, 4)]) == fits
 
 
 def test_ranks_that_do_not_agree_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape("'a': int8 [4] and int8 [5]")):
         merge_tensors(
-            SliceWriter(tmp_path / str(size), [Part("a", (size,), torch.int8, 0, 0)]).finish().tensors
-            for size in (4, 5)
+            PartWriter(tmp_path / str(size), [Part("a", (size,), torch.int8, 0, 0)]).finish().tensors for size in (4, 5)
         )
 
 
@@ -494,12 +493,12 @@ def peak_growth_bytes(work: Callable[[], object]) -> int:
 
 def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dirty pages count as memory of a container."""
-    from elixir.checkpoint_format import slices
+    from elixir.checkpoint_format import part_writer
 
-    monkeypatch.setattr(slices, "FLUSH_EVERY_BYTES", 2 * SPAN_BYTES)
+    monkeypatch.setattr(part_writer, "FLUSH_EVERY_BYTES", 2 * SPAN_BYTES)
     files = RecordingFiles()
     part = Part.whole("k", torch.zeros(6 * SPAN_BYTES, dtype=torch.int8))
-    writer = SliceWriter(tmp_path / "a", [part], files=files)
+    writer = PartWriter(tmp_path / "a", [part], files=files)
     writer.write_part(part)
     writer.finish()
     written = 0

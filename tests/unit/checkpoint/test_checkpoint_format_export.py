@@ -242,7 +242,7 @@ def test_an_export_reads_no_more_at_once_than_a_span(tmp_path: Path, monkeypatch
         sizes.append(out.nbytes)
         read_into(self, key, start, out)
 
-    for name in ("saved_tensor", "slices", "saved_checkpoint", "export"):
+    for name in ("saved_tensor", "part_writer", "saved_checkpoint", "export"):
         monkeypatch.setattr(f"elixir.checkpoint_format.{name}.SPAN_BYTES", 1000)
     monkeypatch.setattr(SavedCheckpoint, "read_into", noted)
     save(tmp_path / "saved", {"weight/w": torch.arange(1203.0)}, world_size=2)

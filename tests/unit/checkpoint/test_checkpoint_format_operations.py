@@ -17,9 +17,9 @@ import torch
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folder import known_checkpoints, part_folder, remove_checkpoint, remove_old, tidy
 from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.part_writer import HEADER_MULTIPLE_BYTES, PartWriter
 from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Part
-from elixir.checkpoint_format.slices import HEADER_MULTIPLE_BYTES, SliceWriter
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
 from tests.common.checkpoints import commit_written, save, write
@@ -118,7 +118,7 @@ def test_a_commit_that_fails_anywhere_leaves_what_was_there(tmp_path: Path, repl
 
 def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> None:
     files, part = DroppingFiles(), Part.whole("k", torch.arange(5, dtype=torch.int8))
-    writer = SliceWriter(tmp_path / "a", [part], files=files)
+    writer = PartWriter(tmp_path / "a", [part], files=files)
     writer.write_part(part)
     before = threading.active_count()
     written = writer.finish()
@@ -128,13 +128,13 @@ def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> N
     assert files.dropped == [str(tmp_path / "a")]
     assert written.nbytes == (tmp_path / "a").stat().st_size == HEADER_MULTIPLE_BYTES + 5
     assert str(tmp_path / "a") not in open_paths()
-    other = SliceWriter(tmp_path / "b", [part], files=files)
+    other = PartWriter(tmp_path / "b", [part], files=files)
     other.write_part(part)
     other.abandon()
     assert threading.active_count() == before - 1
     assert operations(files, tmp_path)[-1] == "remove b"
     with pytest.raises(FileError):
-        SliceWriter(tmp_path / "b", [part], files=FailingFiles(1, only=("write",)))
+        PartWriter(tmp_path / "b", [part], files=FailingFiles(1, only=("write",)))
     assert threading.active_count() == before - 1
     assert not (tmp_path / "b").exists()
     assert str(tmp_path / "b") not in open_paths()

@@ -19,7 +19,7 @@ from elixir.checkpoint import loading as module
 from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import saved_checkpoint, saved_tensor, slices
+from elixir.checkpoint_format import part_writer, saved_checkpoint, saved_tensor
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
@@ -223,11 +223,11 @@ def test_who_keeps_an_error_keeps_no_tensor_that_was_to_be_written(
 ) -> None:
     given: list[weakref.ref[torch.Tensor]] = []
 
-    def failing(self: slices.SliceWriter, part: saved_tensor.Part) -> None:
+    def failing(self: part_writer.PartWriter, part: saved_tensor.Part) -> None:
         given.append(weakref.ref(part.values(0, part.numel)))
         raise FileError(part.key)
 
-    monkeypatch.setattr(slices.SliceWriter, "write_part", failing)
+    monkeypatch.setattr(part_writer.PartWriter, "write_part", failing)
     saving = save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), files=FILES)
     failed = saving.end()
     gc.collect()
@@ -413,7 +413,7 @@ def test_each_file_system_gets_the_values_of_rank_0(tmp_path: Path, monkeypatch:
 
 def test_any_range_of_any_tensor_is_filled_as_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its dtype or another, in the order of the dimensions or another."""
-    for each in (saved_checkpoint, saved_tensor, slices):
+    for each in (part_writer, saved_checkpoint, saved_tensor):
         monkeypatch.setattr(each, "SPAN_BYTES", 64)
     torch.manual_seed(0)
     plain = torch.randn(6, 20)
@@ -472,13 +472,13 @@ def test_memory_is_taken_for_the_reordered_tensors_of_one_parameter_at_a_time(
 
 def test_a_save_looks_at_the_others_after_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    write = slices.SliceWriter.write_part
+    write = part_writer.PartWriter.write_part
 
-    def noted(self: slices.SliceWriter, part: saved_tensor.Part) -> None:
+    def noted(self: part_writer.PartWriter, part: saved_tensor.Part) -> None:
         write(self, part)
         seen.append("tensor")
 
-    monkeypatch.setattr(slices.SliceWriter, "write_part", noted)
+    monkeypatch.setattr(part_writer.PartWriter, "write_part", noted)
     monkeypatch.setattr(HeartbeatGroup, "heartbeat", lambda self: seen.append("heartbeat"))
     save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), wait=True, files=FILES)
     assert seen.count("tensor") > 1

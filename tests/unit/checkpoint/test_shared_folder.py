@@ -16,7 +16,7 @@ from elixir.checkpoint.saving import SaveOptions
 from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
 from elixir.checkpoint_format.folder import known_checkpoints, old_folder, part_folder, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
-from elixir.checkpoint_format.slices import WrittenFile
+from elixir.checkpoint_format.part_writer import WrittenFile
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
 from tests.common import inside

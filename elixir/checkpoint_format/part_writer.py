@@ -47,7 +47,7 @@ class WrittenFile:
     """Key -> the tensor with its pieces that are in this file."""
 
 
-class SliceWriter:
+class PartWriter:
     """Writes one file of parts. Spans come in any order, from one thread at a time.
 
     Args:
@@ -61,7 +61,7 @@ class SliceWriter:
 
     Example:
         >>> part = Part.whole("weight/w", torch.ones(4))
-        >>> writer = SliceWriter(folder / "0badcafe-rank-00000-of-00001.safetensors", [part])
+        >>> writer = PartWriter(folder / "0badcafe-rank-00000-of-00001.safetensors", [part])
         >>> writer.write_part(part)
         >>> written = writer.finish()
     """
@@ -75,7 +75,7 @@ class SliceWriter:
             raise InputError(f"{self.path.name}: a key occurs twice; a file holds one part of each tensor")
         # Wide elements first: then every part begins at a multiple of its element's size.
         ordered = sorted(given, key=lambda each: -each.dtype.itemsize)
-        header = slice_header(ordered)
+        header = part_header(ordered)
         self._offsets, at = {}, len(header)
         for each in ordered:
             self._offsets[each.key] = at
@@ -150,7 +150,7 @@ class SliceWriter:
             self._files.remove(self.path, missing_ok=True)
 
 
-def slice_header(parts: Iterable[Part]) -> bytes:
+def part_header(parts: Iterable[Part]) -> bytes:
     """The first bytes of a file whose data are `parts`, in their order; those without elements are left out."""
     there = [each for each in parts if each.numel]
     info = json.dumps({each.key: {"saved_offsets": [each.start]} for each in there})
@@ -191,4 +191,4 @@ def header_in_index(name: str, tensors: Mapping[str, SavedTensor]) -> bytes:
             for piece in tensor.pieces
             if piece.file == name
         ]
-    return slice_header(each for _, each in sorted(there, key=lambda pair: pair[0]))
+    return part_header(each for _, each in sorted(there, key=lambda pair: pair[0]))
