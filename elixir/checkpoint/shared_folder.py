@@ -14,11 +14,11 @@ from pathlib import Path
 
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint_format.folder import (
-    OLD,
     commit,
     is_step_folder,
     known_checkpoints,
     located,
+    name_of,
     newest_checkpoints,
     next_sequence,
     part_folder,
@@ -134,7 +134,7 @@ class SharedFolder:
         systems. Folders that are no steps, and links, are neither counted nor removed."""
         root = self.folder.parent
         newest = surplus(newest_checkpoints(root, [], files=self.files), keep) if self.rank == 0 else []
-        names = ranks.exchange([each.name.removesuffix(OLD) for each in newest])[0]
+        names = ranks.exchange([name_of(each) for each in newest])[0]
         if self.leads:
             gone = [located(root / name) for name in names]
             for each in [*filter(is_step_folder, gone), *unfinished(root, self.files)]:

@@ -1,8 +1,8 @@
 """The folders of checkpoints: a new one is written next to its name, and gets the name by a rename when it is whole.
 
-``NAME.<id>.part`` is being written. When all ranks have written, a checkpoint that has the name goes to ``NAME.old``,
-the new folder gets the name, and ``NAME.old`` is removed. Between the two renames only ``NAME.old`` is there, so all
-readers take that if the name has none. One process of each file system renames and removes.
+``NAME.<id>.part`` is being written. When all ranks have written, a checkpoint that has the name goes to
+``NAME.<id>.old``, the new folder gets the name, and the old one is removed. Between the two renames only the old one is
+there, so all readers take that if the name has none. One process of each file system renames and removes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from elixir.files import FILES, Files, PathLike
 
 logger = logging.getLogger(__name__)
 
-OLD = ".old"
-"""Suffix of a checkpoint that is being replaced."""
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """Name of the folder of a step; see `step_folder`."""
-_PART = re.compile(r"(.+)\.[0-9a-f]{8,32}\.part")
+_ASIDE = re.compile(r"(.+)\.[0-9a-f]{8,32}\.(part|old)")
+"""Name of a folder that is being written, or replaced."""
 _PREVIOUS = "index.previous.json"
 """A second index, in folders of earlier versions whose commit on several file systems was cut off."""
 _OURS = re.compile(
@@ -79,25 +78,49 @@ def part_folder(folder: Path, checkpoint_id: str) -> Path:
     return Path(f"{folder}.{checkpoint_id}.part")
 
 
-def old_folder(folder: Path) -> Path:
-    """The folder of the checkpoint that is being replaced."""
-    return Path(f"{folder}{OLD}")
+def old_folder(folder: Path, checkpoint_id: str) -> Path:
+    """The folder of the checkpoint that is being replaced by one with this id."""
+    return Path(f"{folder}.{checkpoint_id}.old")
+
+
+def name_of(folder: Path) -> str:
+    """Name under which a checkpoint is known, also while it is being written or replaced."""
+    match = _ASIDE.fullmatch(folder.name)
+    return match[1] if match else folder.name
 
 
 def is_step_folder(folder: Path) -> bool:
     """Whether a folder is that of a step, replaced or not: it has no other name, such as ``best``, and is no link."""
-    name = folder.name.removesuffix(OLD)
-    return STEP_FOLDER.fullmatch(name) is not None and folder.is_dir() and not folder.is_symlink()
+    return STEP_FOLDER.fullmatch(name_of(folder)) is not None and folder.is_dir() and not folder.is_symlink()
+
+
+def _aside(folder: Path, suffix: str, files: Files) -> list[Path]:
+    """Folders of a checkpoint that are being written, or replaced."""
+    own = re.compile(re.escape(folder.name) + r"\.[0-9a-f]{8,32}\." + suffix)
+    beside = [folder.parent / name for name in _names(folder.parent, files) if own.fullmatch(name)]
+    return [each for each in beside if not each.is_symlink()]
+
+
+def _names(root: PathLike, files: Files) -> list[str]:
+    """Names in a folder, none if it is missing."""
+    try:
+        return files.names(root)
+    except FileError as error:
+        if error.errno in _ABSENT:
+            return []
+        raise
 
 
 # --- one checkpoint --------------------------------------------------------------------------------------------------
 
 
-def located(folder: PathLike) -> Path:
-    """Finds the checkpoint of a name: in the folder, or in ``NAME.old`` if a save was cut off between two renames."""
-    path = Path(os.path.abspath(folder))
-    old = old_folder(path)
-    return old if not os.path.lexists(path / INDEX_NAME) and os.path.lexists(old / INDEX_NAME) else Path(folder)
+def located(folder: PathLike, *, files: Files = FILES) -> Path:
+    """Finds the checkpoint of a name: in the folder, or put aside if a save was cut off between two renames."""
+    path = Path(os.path.realpath(folder))
+    if os.path.lexists(path / INDEX_NAME):
+        return Path(folder)
+    old = (each for each in _aside(path, "old", files) if os.path.lexists(each / INDEX_NAME))
+    return next(old, Path(folder))
 
 
 def read_index(folder: PathLike, *, name: str = INDEX_NAME, files: Files = FILES) -> Index:
@@ -125,8 +148,7 @@ def read_index(folder: PathLike, *, name: str = INDEX_NAME, files: Files = FILES
 def known_checkpoints(folder: PathLike, *, files: Files = FILES) -> list[tuple[Path, Index]]:
     """The checkpoints of a name that have a readable index, with their folders: the newest, then one it replaces."""
     found = []
-    path = Path(os.path.abspath(folder))
-    for where in (Path(folder), old_folder(path)):
+    for where in (Path(folder), *_aside(Path(os.path.realpath(folder)), "old", files)):
         for name in (INDEX_NAME, _PREVIOUS):
             try:
                 found.append((where, read_index(where, name=name, files=files)))
@@ -138,15 +160,15 @@ def known_checkpoints(folder: PathLike, *, files: Files = FILES) -> list[tuple[P
 def commit(part: Path, folder: Path, index: Index, *, files: Files = FILES) -> None:
     """Makes the folder `part`, whose files are written and synchronised, the checkpoint `folder`.
 
-    Killed at any moment, there is the checkpoint before or this one. The one before is in ``NAME.old`` afterwards,
-    until `remove_old`: on another file system the commit may fail.
+    Killed at any moment, there is the checkpoint before or this one. The one before is put aside until `remove_old`: on
+    another file system the commit may fail.
     """
     with files.create(part / INDEX_NAME) as file:
         file.write(index.to_json().encode(), 0)
         file.sync()
     files.sync_folder(part)
     if os.path.lexists(folder):
-        files.replace(folder, old_folder(folder))
+        files.replace(folder, old_folder(folder, index.id))
     files.replace(part, folder)
     files.sync_folder(folder.parent)  # before the one it replaces is removed
 
@@ -162,21 +184,23 @@ def tidy(folder: Path, keep: str | None = None, *, own: Path | None = None, file
         own: the part folder of the save that asks.
         files: the operations it uses.
     """
-    known, old = known_checkpoints(folder, files=files), old_folder(folder)
+    known = known_checkpoints(folder, files=files)
     kept = next((where for where, index in known if index.id == keep), known[0][0] if known else folder)
-    found = [part for part in _parts(folder.parent, files) if _named(part) == folder.name and part != own]
-    for part in found:
+    gone = [part for part in _aside(folder, "part", files) if part != own]
+    for part in gone:
         _clear(part, None, files)
-    if os.path.lexists(folder) and os.path.lexists(old):
-        found.append(folder if kept == old else old)
-        _clear(found[-1], kept, files)
-    return found
+    if os.path.lexists(kept):
+        others = [each for each in (folder, *_aside(folder, "old", files)) if each != kept and os.path.lexists(each)]
+        for each in others:
+            _clear(each, kept, files)
+        gone += others
+    return gone
 
 
 def remove_old(folder: Path, *, files: Files = FILES) -> None:
     """Removes the checkpoint that `commit` has replaced, once all file systems have the new one."""
-    if os.path.lexists(old_folder(folder)):
-        _clear(old_folder(folder), folder, files)
+    for old in _aside(folder, "old", files):
+        _clear(old, folder, files)
 
 
 def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
@@ -184,8 +208,7 @@ def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
 
     An index goes before the files that it names. No save may be under way there.
     """
-    path = Path(os.path.abspath(folder))
-    remove_old(path, files=files)
+    remove_old(Path(os.path.abspath(folder)), files=files)
     return _clear(Path(folder), None, files)
 
 
@@ -212,22 +235,14 @@ def _clear(folder: Path, heir: Path | None, files: Files) -> bool:
 # --- the checkpoints of a run ----------------------------------------------------------------------------------------
 
 
-def _parts(root: Path, files: Files) -> list[Path]:
-    """Folders in `root` that were never committed."""
-    return [root / name for name in files.names(root) if _PART.fullmatch(name) and not (root / name).is_symlink()]
-
-
-def _named(part: Path) -> str:
-    """Name that a folder would have got."""
-    match = _PART.fullmatch(part.name)
-    return match[1] if match else ""
-
-
 def unfinished(root: Path, files: Files) -> list[Path]:
     """Folders of steps in `root` that were never committed. No save may be under way there."""
     steps = [root / name for name in files.names(root) if is_step_folder(root / name)]
-    without = [each for each in steps if not os.path.lexists(located(each) / INDEX_NAME)]
-    return without + [part for part in _parts(root, files) if STEP_FOLDER.fullmatch(_named(part))]
+    return [each for each in steps if each.name.endswith(".part") or not _has_index(each, files)]
+
+
+def _has_index(folder: Path, files: Files) -> bool:
+    return os.path.lexists(located(folder, files=files) / INDEX_NAME)
 
 
 def surplus(found: Iterable[Path], keep: int | None) -> list[Path]:
@@ -241,7 +256,7 @@ def one_checkpoint(folder: PathLike, *, files: Files = FILES) -> Path:
     Raises:
         CheckpointError: none of the checkpoints in it can be read.
     """
-    path, damaged = located(folder), list[CheckpointError]()
+    path, damaged = located(folder, files=files), list[CheckpointError]()
     if os.path.lexists(path / INDEX_NAME):
         return path
     found = next(newest_checkpoints(path, damaged, files=files), None)
@@ -265,7 +280,7 @@ def newest_checkpoints(root: PathLike, damaged: list[CheckpointError], *, files:
     known, problems = sequences(root, files=files)
     damaged += problems
     for name in sorted(known, key=lambda name: (-known[name], name)):
-        path = located(Path(root) / name)
+        path = located(Path(root) / name, files=files)
         try:
             read_index(path, files=files)
         except CheckpointNotFound:
@@ -284,14 +299,12 @@ def sequences(root: PathLike, *, files: Files = FILES) -> tuple[dict[str, int], 
     """
     found: dict[str, int] = {}
     damaged: list[CheckpointError] = []
-    try:
-        names = files.names(root)
-    except FileError as error:
-        if error.errno in _ABSENT:
-            return {}, ()
-        raise
-    for name in dict.fromkeys(name.removesuffix(OLD) for name in names if not _PART.fullmatch(name)):
-        path = located(Path(root) / name)
+    names = _names(root, files)
+    olds = {name_of(Path(name)): name for name in names if _ASIDE.fullmatch(name) and name.endswith(".old")}
+    for name in dict.fromkeys([*(name for name in names if not _ASIDE.fullmatch(name)), *olds]):
+        path = Path(root) / name
+        if name in olds and not os.path.lexists(path / INDEX_NAME):
+            path = Path(root) / olds[name]
         try:
             beginning = _BEGINNING.match(files.read_first(path / INDEX_NAME, _BEGINNING_BYTES))
         except FileError:

@@ -98,7 +98,7 @@ class SavedCheckpoint:
     """
 
     def __init__(self, folder: PathLike, index: Index | None = None, *, files: Files = FILES) -> None:
-        self.folder, self._files = Path(folder) if index is not None else located(folder), files
+        self.folder, self._files = Path(folder) if index is not None else located(folder, files=files), files
         self.index = index if index is not None else read_index(self.folder, files=files)
         self._open: OrderedDict[str, File] = OrderedDict()
         self._scratch = bytearray()

@@ -15,6 +15,7 @@ import torch
 
 from elixir.checkpoint_format.folder import (
     known_checkpoints,
+    located,
     newest_checkpoints,
     old_folder,
     part_folder,
@@ -85,10 +86,10 @@ def test_every_prefix_of_a_save_leaves_the_old_or_the_new(tmp_path: Path, before
     if before == "killed":
         write(folder, states(9))
     if before == "between renames":
-        folder.rename(old_folder(folder))
+        folder.rename(old_folder(folder, "0badcafe"))
         write(folder, states(9))
     if before != "nothing":
-        (next(each for each in (folder, old_folder(folder)) if each.exists()) / "notes").write_bytes(b"mine")
+        (located(folder) / "notes").write_bytes(b"mine")
     old = 0 if before == "nothing" else generation_in(folder)
     new = old + 1
     crash, recorded = Crash(root), RecordingFiles()
@@ -193,12 +194,13 @@ def test_foreign_files_stay_in_the_folder(tmp_path: Path) -> None:
     assert names >= {*foreign, "more"}
     assert not names & set(stale)
     # One that came meanwhile is not replaced by one of that name that a killed save had put aside.
-    commit_written(folder, write(folder, states(3), values={"generation": 3}, step=3))
+    index = write(folder, states(3), values={"generation": 3}, step=3)
+    commit_written(folder, index)
     (folder / "config.json").write_text("new")
     with pytest.raises(FileError, match="not empty"):
         remove_old(folder)
     assert (folder / "config.json").read_text() == "new"
-    assert [path.name for path in old_folder(folder).iterdir()] == ["config.json"]
+    assert [path.name for path in old_folder(folder, index.id).iterdir()] == ["config.json"]
 
 
 def test_a_checkpoint_of_an_earlier_version_whose_commit_was_cut_off_is_known(tmp_path: Path) -> None:
@@ -215,11 +217,25 @@ def test_a_checkpoint_of_an_earlier_version_whose_commit_was_cut_off_is_known(tm
 
 def test_a_checkpoint_that_was_put_aside_is_found_by_its_name(tmp_path: Path) -> None:
     save_generation(tmp_path / "step-00000001", 1)
-    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old")
+    aside = old_folder(tmp_path / "step-00000001", "0badcafe")
+    (tmp_path / "latest").symlink_to("step-00000001")
+    (tmp_path / "step-00000001").rename(aside)
     write(tmp_path / "step-00000002", states(2))
-    assert found_in(tmp_path) == ([tmp_path / "step-00000001.old"], [])
-    assert generation_in(tmp_path / "step-00000001") == 1
-    assert remove_checkpoint(tmp_path / "step-00000001.old")
+    assert found_in(tmp_path) == ([aside], [])
+    for name in ("step-00000001", "latest"):
+        assert generation_in(tmp_path / name) == 1
+        assert [where for where, _ in known_checkpoints(tmp_path / name)] == [aside]
+    assert remove_checkpoint(aside)
+
+
+def test_a_copy_that_somebody_has_made_is_none_that_was_put_aside(tmp_path: Path) -> None:
+    names = ("run.old", "run.1.old", "run.part", "run.0badcafe.part.old")
+    for name in names:
+        save_generation(tmp_path / name, 1)
+    save_generation(tmp_path / "run", 2)
+    save_generation(tmp_path / "run", 3)
+    assert [generation_in(tmp_path / name) for name in names] == [1] * len(names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "run"])
 
 
 # --- disks that fail -------------------------------------------------------------------------------------------------

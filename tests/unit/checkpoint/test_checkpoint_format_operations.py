@@ -34,9 +34,9 @@ def operations(files: RecordingFiles, folder: Path) -> list[str]:
     """Says what was done, without random parts of names."""
 
     def name(path: str) -> str:
-        whole = {str(folder): "folder", f"{folder}.old": "old", str(folder.parent): "root"}
-        if path in whole or path.endswith(".part"):
-            return whole.get(path, "part")
+        whole = {str(folder): "folder", str(folder.parent): "root"}
+        if path in whole or path.endswith((".part", ".old")):
+            return whole.get(path, path.rpartition(".")[2])
         plain = re.sub(r"^[0-9a-f]{16}-", "", os.path.basename(path))
         plain = re.sub(r"^\.(.*)\.[0-9a-f]{12}$", r"new \1", plain)
         return plain.replace("index.json", "index").removesuffix(".safetensors")
