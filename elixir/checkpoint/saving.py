@@ -112,8 +112,18 @@ class SaveOptions:
     """Limit of memory for copies; None: see `TrainingStates.copies_bytes`. For tests."""
 
 
-@dataclass
-class _Captured:
+class _RankPart(NamedTuple):
+    """The part of the index that one rank contributes."""
+
+    rng: Any
+    rank_values: dict[str, Any]
+    common: dict[str, Any]
+    """Fields of the index that rank 0 provides; empty on the others."""
+    written: list[WrittenFile]
+    small: dict[str, SmallStates]
+
+
+class _Captured(NamedTuple):
     """All that one rank saves, as it is when the save is asked for."""
 
     chunks: list[ChunkStates]
@@ -123,21 +133,8 @@ class _Captured:
     """Tensors in the values of this rank."""
     shared: dict[str, torch.Tensor]
     """Buffers, and tensors in the values of all, by key."""
-    rng: Any
-    rank_values: dict[str, Any]
-    common: dict[str, Any]
-    """Fields of the index that rank 0 provides."""
-
-
-class _RankPart(NamedTuple):
-    """The part of the index that one rank contributes."""
-
-    written: list[WrittenFile]
-    small: dict[str, SmallStates]
-    rng: Any
-    rank_values: dict[str, Any]
-    common: dict[str, Any]
-    """See `_Captured`; empty but on rank 0."""
+    part: _RankPart
+    """Without what is known once the states are written."""
 
 
 class _File(NamedTuple):
@@ -348,7 +345,7 @@ class Saving:
             for file in written:
                 files.size(folder.part / file.name)
             small = {name: each for chunk in captured.chunks for name, each in chunk.small.items()}
-            mine = _RankPart(written, small, captured.rng, captured.rank_values, captured.common)
+            mine = captured.part._replace(written=written, small=small)
             index = _index(self._id, sequence, ranks.exchange(mine), options)
             folder.commit(index, ranks)
             if options.retains:
@@ -415,14 +412,14 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     states = user.states
     states.follow_writes()
     chunks = states.chunks(frozen=options.frozen)
-    for part in (part for chunk in chunks for part in chunk.parts[len(chunk.chunk.held) :]):
-        if part.kind in NO_STATES:
-            raise InputError(f"a state of an optimizer cannot be named {part.kind!r}: that of {part.name} is")
+    for each in (part for chunk in chunks for part in chunk.parts[len(chunk.chunk.held) :]):
+        if each.kind in NO_STATES:
+            raise InputError(f"a state of an optimizer cannot be named {each.kind!r}: that of {each.name} is")
     parts = [part for chunk in chunks for part in chunk.parts]
     parts += [
-        Part(f"{WEIGHT}/{slot.name}", tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
-        for each in chunks
-        for slot in each.chunk.slots
+        Part(f"{WEIGHT}/{slot.name}", tuple(slot.shape), chunk.target.dtype, 0, 0, order=slot.order)
+        for chunk in chunks
+        for slot in chunk.chunk.slots
         if not slot.numel
     ]
     values, tensors = encoded(user.values)
@@ -450,8 +447,8 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "plan_fingerprint": plan.fingerprint,
         "has_frozen": options.frozen and not plan.reads_files,
     }
-    own |= found
-    return _Captured(chunks, parts, whole_parts(own), tensors, rng, rank_values, common if rank == 0 else {})
+    part = _RankPart(rng, rank_values, common if rank == 0 else {}, [], {})
+    return _Captured(chunks, parts, whole_parts(own | found), tensors, part)
 
 
 def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions) -> Index:

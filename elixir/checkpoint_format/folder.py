@@ -97,16 +97,18 @@ def is_step_folder(folder: Path) -> bool:
 def _aside(folder: Path, suffix: str, files: Files) -> list[Path]:
     """Folders of a checkpoint that are being written, or replaced."""
     own = re.compile(re.escape(folder.name) + r"\.[0-9a-f]{8,32}\." + suffix)
-    beside = [folder.parent / name for name in _names(folder.parent, files) if own.fullmatch(name)]
+    # Where nobody may list the folder around it, no save has put anything aside.
+    names = _names(folder.parent, files, (*_ABSENT, errno.EACCES, errno.EPERM))
+    beside = [folder.parent / name for name in names if own.fullmatch(name)]
     return [each for each in beside if not each.is_symlink()]
 
 
-def _names(root: PathLike, files: Files) -> list[str]:
-    """Names in a folder, none if it is missing."""
+def _names(root: PathLike, files: Files, none: tuple[int, ...] = _ABSENT) -> list[str]:
+    """Names in a folder; none if it cannot be listed for such a reason, such as that it is missing."""
     try:
         return files.names(root)
     except FileError as error:
-        if error.errno in _ABSENT:
+        if error.errno in none:
             return []
         raise
 

@@ -262,7 +262,7 @@ def index_text(body: dict[str, Any]) -> str:
 
 def index_of(checkpoint_id: str, files: Sequence[list[WrittenFile]], options: saving.SaveOptions) -> Index:
     """Makes the index of the files that each rank has written."""
-    parts = [saving._RankPart(each, {}, None, {}, {}) for each in files]
+    parts = [saving._RankPart(None, {}, {}, each, {}) for each in files]
     return saving._index(checkpoint_id, 1, parts, options)
 
 

@@ -238,6 +238,23 @@ def test_a_copy_that_somebody_has_made_is_none_that_was_put_aside(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "run"])
 
 
+def test_a_checkpoint_is_read_from_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+    save_generation(tmp_path / "run", 1)
+
+    class Private(Files):
+        def call(self, operation, path, function, *args):  # type: ignore[no-untyped-def]
+            if operation == "list":
+                raise FileError(errno.EACCES, "Permission denied", path, operation)
+            return super().call(operation, path, function, *args)
+
+    ((where, index),) = known_checkpoints(tmp_path / "run", files=Private())
+    assert (where, index.step) == (tmp_path / "run", 1)
+    with open_checkpoint(tmp_path / "run", files=Private()) as saved:
+        assert saved.value("generation") == 1
+    with pytest.raises(FileError, match="Permission denied"):
+        list(newest_checkpoints(tmp_path, [], files=Private()))
+
+
 # --- disks that fail -------------------------------------------------------------------------------------------------
 
 
