@@ -71,6 +71,8 @@ class SharedFolder:
         """Makes the folder that is written, and finds out who shares it: each rank leaves a file there and looks whose
         it sees."""
         folder = Path(os.path.realpath(folder))  # a link stays one
+        if os.path.lexists(folder):
+            files.names(folder)  # raises if it is a file, which a commit would put aside
         part = part_folder(folder, checkpoint_id)
         mine = part / rank_mark(checkpoint_id, rank)
         try:

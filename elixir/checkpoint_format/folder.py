@@ -100,7 +100,7 @@ def _aside(folder: Path, suffix: str, files: Files) -> list[Path]:
     # Where nobody may list the folder around it, no save has put anything aside.
     names = _names(folder.parent, files, (*_ABSENT, errno.EACCES, errno.EPERM))
     beside = [folder.parent / name for name in names if own.fullmatch(name)]
-    return [each for each in beside if not each.is_symlink()]
+    return [each for each in beside if each.is_dir() and not each.is_symlink()]
 
 
 def _names(root: PathLike, files: Files, none: tuple[int, ...] = _ABSENT) -> list[str]:
@@ -186,6 +186,7 @@ def tidy(folder: Path, keep: str | None = None, *, own: Path | None = None, file
         own: the part folder of the save that asks.
         files: the operations it uses.
     """
+    folder = Path(os.path.realpath(folder))  # paths are compared
     known = known_checkpoints(folder, files=files)
     kept = next((where for where, index in known if index.id == keep), known[0][0] if known else folder)
     gone = [part for part in _aside(folder, "part", files) if part != own]

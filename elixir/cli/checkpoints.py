@@ -73,7 +73,7 @@ def _pruned(folder: Path, keep: int | None) -> Iterator[str]:
     if _is_one(folder):
         if keep is not None:
             raise InputError(f"--keep is for a folder of checkpoints; {folder} is one")
-        removed = [str(each) for each in tidy(folder.absolute())]
+        removed = [str(each) for each in tidy(folder)]
     else:
         damaged: list[CheckpointError] = []
         found = [*newest_checkpoints(folder, damaged)]

@@ -133,6 +133,16 @@ def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "step").write_text("mine")
+    (found,) = together(
+        lambda rank, ranks: SharedFolder.made(tmp_path / "step", "0badcafe", 0, ranks, UnsyncedFiles()), 1
+    )
+    assert isinstance(found, FileError)
+    assert "Not a directory" in str(found)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     save(tmp_path / "best", TENSORS)
     (tmp_path / "latest").symlink_to("best")

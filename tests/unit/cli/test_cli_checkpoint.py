@@ -93,6 +93,25 @@ def test_prune(runs: Path) -> None:
     assert main(["checkpoint", "prune", str(runs / "step-00000030"), "--keep", "1"]) == 2
 
 
+def test_prune_of_one_checkpoint_leaves_it_where_a_cut_off_save_has_put_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, linked = runs / "step-00000010", runs / "link"
+    aside, part = one.with_name(f"{one.name}.0badcafe.old"), one.with_name(f"{one.name}.0badcafe.part")
+    one.rename(aside)
+    part.mkdir()
+    linked.symlink_to(runs)
+    assert main(["checkpoint", "prune", str(linked / one.name)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"removed {part}"]
+    assert verify(aside) == ()
+    assert main(["checkpoint", "show", str(linked / one.name), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 10
+    one.mkdir()
+    assert main(["checkpoint", "prune", str(linked / one.name)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"removed {one}"]
+    assert verify(aside) == ()
+
+
 def test_a_folder_without_a_whole_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{tmp_path} holds no checkpoint" in fails(capsys, "checkpoint", "show", str(tmp_path))
     assert f"{tmp_path} holds no checkpoints" in fails(capsys, "checkpoint", "prune", str(tmp_path))
