@@ -134,7 +134,7 @@ class _Captured(NamedTuple):
     shared: dict[str, torch.Tensor]
     """Buffers, and tensors in the values of all, by key."""
     part: _RankPart
-    """Without what is known once the states are written."""
+    """Its last two fields are empty until the states are written."""
 
 
 class _File(NamedTuple):

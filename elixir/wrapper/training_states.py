@@ -75,7 +75,7 @@ class ChunkStates:
         Waits for an update that may be making states.
         """
         if not self._settled:
-            self.wait()
+            self.wait()  # the file's layout is known after the step that makes states
         chunk, memory = self.chunk, self._weights
         found = [
             part_of(WEIGHT, held, memory[held.part], start=held.part.start, stored=chunk.stored)
@@ -89,7 +89,7 @@ class ChunkStates:
     def read(self) -> list[Part]:
         """Returns `parts`, and records `small`, once no update is running."""
         parts = self.parts
-        self.wait()
+        self.wait()  # the step before the save still writes the masters and states to be read
         for states in self._states:
             self.small |= small_states(states)
         return parts
