@@ -283,10 +283,9 @@ class _Loading:
         values = {name: saved.value(name) for name in self._user.values if name in index.values}
         for name, value in values.items():
             self.notes |= check_tensor(name, self._state[name], value, self._folder)
-        mine = index.rank_values[self._rank] if index.rank_values else {}
         for name in self._user.rank_values:
-            if name in mine:
-                values[name] = saved.decoded(mine[name], f"{name}[{self._rank}]")
+            if index.rank_values and name in index.rank_values[self._rank]:
+                values[name] = saved.decoded(index.rank_values[self._rank][name], f"{name}[{self._rank}]")
         for name, buffer in states.buffers().items():
             if f"buffer/{name}" in index.tensors:
                 self._then.append(partial(buffer.copy_, saved.read_whole(f"buffer/{name}")))

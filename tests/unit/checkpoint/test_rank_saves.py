@@ -320,7 +320,16 @@ def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match="has own for each of 2 ranks, here are 1"):
         load_checkpoint(tmp_path, state_of(run, own=PerRank(0)), files=FILES)
     load_checkpoint(tmp_path, state_of(run), files=FILES)
+    save_checkpoint(tmp_path, state_of(run, own=PerRank(7)), wait=True, files=FILES)
     run.module.close()
+
+    def read(rank: int) -> int:
+        run = Rank(Situation(), rank)
+        found = load_checkpoint(tmp_path, state_of(run), files=FILES).world_size
+        run.module.close()
+        return found
+
+    assert results(2, read) == [1, 1], "ranks that were not there load what they do not need a value of their own for"
 
 
 def test_of_replicas_the_first_writes_their_shard_and_counts_its_bytes(tmp_path: Path) -> None:
