@@ -329,7 +329,7 @@ def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
         run.module.close()
         return found
 
-    assert results(2, read) == [1, 1], "ranks that were not there load what they do not need a value of their own for"
+    assert results(2, read) == [1, 1], "a rank that was not there needs no value"
 
 
 def test_of_replicas_the_first_writes_their_shard_and_counts_its_bytes(tmp_path: Path) -> None:
