@@ -123,7 +123,7 @@ class HeapLimit:
                 self._file = open(_PAGES, "rb", buffering=0)  # noqa: SIM115 - for as long as it is looked at
                 weakref.finalize(self, self._file.close)
         held, self.expected_bytes = resident(), expected_bytes
-        shared_bytes = 0 if held is None else held.own_bytes - self._held_bytes()
+        shared_bytes = 0 if held is None else held.own_bytes - self.held_bytes()
         limit_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
         self._limit_bytes = self._next_bytes = max(limit_bytes, 0)
 
@@ -134,26 +134,28 @@ class HeapLimit:
             coming_bytes: that are taken before the next look, such as the activations of a forward.
         """
         coming_bytes = max(coming_bytes, self._unseen_bytes)
-        if self._file is not None and self._held_bytes() + coming_bytes > self._next_bytes:
+        if self._file is not None and self.held_bytes() + coming_bytes > self._next_bytes:
             give_back_freed()
             if self._believes:
                 self._believes, self._lasting_bytes, self._room_bytes = False, None, 0
-            least = self._held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
+            least = self.held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
             self._next_bytes = max(self._limit_bytes, least)
 
     def forward_begins(self, coming_bytes: int) -> None:
-        """As `trim_if_over`; with room, what comes takes the freed memory that the heap has kept first. Should more be
-        held in the same step than is expected, it does not, such as tensors of more than `MAPPED_BYTES`, and this is
-        not supposed again."""
-        self._believes, held_bytes = False, self._held_bytes()
+        """Gives back as `trim_if_over` does; with room, what comes takes the freed memory that the heap has kept first.
+
+        Should more be held in the same step than is expected, it does not, such as tensors of more than `MAPPED_BYTES`,
+        and this is not supposed again.
+        """
+        self._believes, held_bytes = False, self.held_bytes()
         if self._room_bytes and self._lasting_bytes is not None:
             again_bytes = min(max(held_bytes - self._lasting_bytes, 0), coming_bytes)
             self.trim_if_over(coming_bytes - again_bytes)
             self._believes = again_bytes > 0
             return
         self.trim_if_over(coming_bytes)
-        if self._room_bytes and self._held_bytes() < held_bytes:  # it has given back
-            self._lasting_bytes = self._held_bytes()
+        if self._room_bytes and self.held_bytes() < held_bytes:  # it has given back
+            self._lasting_bytes = self.held_bytes()
 
     def forget(self) -> None:
         """Expects nothing any more: no plan runs on a CPU, or this is a forked process."""
@@ -162,7 +164,7 @@ class HeapLimit:
                 self._file.close()
         self._file, self.expected_bytes = None, 0
 
-    def _held_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Private memory: `Resident.own_bytes` less what other processes share; 0 if it is not known."""
         try:
             if self._file is not None:

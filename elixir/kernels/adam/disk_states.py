@@ -1,4 +1,4 @@
-"""States of a `HybridAdam` that live on a disk, without a plan: read ahead of their step, and written after it."""
+"""States of a `HybridAdam` that live on a disk, without a plan: read for their step, and written during the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class DiskStates:
     Args:
         folder: on the disk.
         parameters: whose states live there; all in host memory.
-        states: the states of an optimizer. Those of `parameters` are in memory now, and then only inside of `in_turn`.
+        states: the states of an optimizer. Those of `parameters` are in memory until `put_away`, and then only inside
+            of `in_turn`.
     """
 
     def __init__(
@@ -33,7 +34,10 @@ class DiskStates:
         self.folder, self.parameters = folder, dict.fromkeys(parameters)
         self._states, self._file = states, TensorFile(lambda: file)
         self._stored: dict[nn.Parameter, StoredTensors] = {}
-        self.in_turn([parameter for parameter in self.parameters if parameter in states], lambda parameter: None)
+
+    def put_away(self) -> None:
+        """Writes all states that there are. Raises as `in_turn`; nothing can be read any more then."""
+        self.in_turn([parameter for parameter in self.parameters if parameter in self._states], lambda parameter: None)
 
     def in_turn(
         self, parameters: Sequence[nn.Parameter], work: Callable[[nn.Parameter], object], *, write: bool = True
@@ -44,7 +48,7 @@ class DiskStates:
         Raises:
             DiskError: the disk has failed, now or before.
         """
-        if write and self._file.lost is not None:
+        if self._file.lost is not None:
             raise self._file.lost
         writes: list[Future[None]] = []
         with ThreadPoolExecutor(1, "elixir disk") as lane:  # which has written all when it ends

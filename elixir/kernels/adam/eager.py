@@ -51,7 +51,9 @@ def eager_step(
     as_it_is = gradient.dtype == torch.float32 and factor == 1.0
     if fused and as_it_is and weight_out is None:
         piece_numel = numel
-    scratch = torch.empty(min(numel, piece_numel), device=device) if fused and not as_it_is else None
+    scratch = (
+        torch.empty(min(numel, piece_numel), dtype=torch.float32, device=device) if fused and not as_it_is else None
+    )
     for start in range(0, numel, piece_numel):
         piece = slice(start, min(start + piece_numel, numel))
         weights, ours, out = master[piece], gradient[piece], None if weight_out is None else weight_out[piece]

@@ -93,6 +93,7 @@ class HybridAdam(torch.optim.Optimizer):
             raise InputError("nvme_offload_fraction needs nvme_offload_dir, a folder on the disk")
         if offloaded and nvme_offload_dir is not None:
             self._on_disk = DiskStates(nvme_offload_dir, offloaded, self.state)
+            self._on_disk.put_away()
 
     @property
     def _away(self) -> dict[nn.Parameter, None]:
@@ -208,6 +209,7 @@ class HybridAdam(torch.optim.Optimizer):
                 self.state[parameter] = _loaded(saved[number], parameter)
         if self._on_disk is not None:
             self._on_disk = DiskStates(self._on_disk.folder, [*self._away], self.state)
+            self._on_disk.put_away()  # if that fails, the disk has lost states, and says so from here on
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, or loaded: groups that torch's own Adam wrote lack some options, and have others."""

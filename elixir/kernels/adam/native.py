@@ -132,8 +132,25 @@ def kernel_for(combination: Combination, numel: int, *, separate: bool = False) 
         if made is None and (separate or numel >= SMALL_NUMEL):
             made = _begun[combination] = Future()
             # Python waits for this thread when the process ends, so that the compiler leaves nothing behind.
-            threading.Thread(target=_make, args=(combination, made), name=f"elixir compiles {combination}").start()
+            thread = threading.Thread(target=_make, args=(combination, made), name=f"elixir compiles {combination}")
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process ends, or may have no more threads
+                logger.warning("%s stays as it is: %s", combination, error)
+                made.set_result(None)
     return None if made is None or not (made.done() or chosen == "wait") else made.result()
+
+
+def forget_unfinished() -> None:
+    """A forked process lacks the threads that would end these."""
+    global _lock
+    _lock = threading.Lock()
+    for combination in [combination for combination, made in _begun.items() if not made.done()]:
+        del _begun[combination]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_unfinished)
 
 
 def absent_kernels() -> list[str]:
@@ -178,7 +195,7 @@ def build_kernel(combination: Combination) -> Kernel:
     """
     for contracted in _CONTRACTED if combination.moments == "float32" else ("0",):
         kernel = functools.partial(_call, _library(combination, contracted))
-        if _has_same_bits(combination, kernel):
+        if has_same_bits(combination, kernel):
             return kernel
     raise RuntimeError("it does not give the bits of the eager step")
 
@@ -318,13 +335,14 @@ def _examples() -> Iterator[tuple[AdamOptions, int, float]]:
             yield options, 40, 0.37
 
 
-def _has_same_bits(combination: Combination, kernel: Kernel) -> bool:
+def has_same_bits(combination: Combination, kernel: Kernel) -> bool:
     """Whether the kernel gives what the eager step gives, in every bit of everything that it writes."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, _CHECKED_NUMEL, generator=generator, device="cpu")
-    start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL, device="cpu")
+    wide = torch.float32  # not the program's default, which another thread may set
+    start = torch.randn(4, _CHECKED_NUMEL, generator=generator, dtype=wide, device="cpu")
+    start[3] = start[3].abs() * torch.logspace(-12, 4, _CHECKED_NUMEL, dtype=wide, device="cpu")
     # Next to small weights, every bit of a step is visible.
-    start[1] *= torch.logspace(-6, 0, _CHECKED_NUMEL, device="cpu")
+    start[1] *= torch.logspace(-6, 0, _CHECKED_NUMEL, dtype=wide, device="cpu")
     for row in start:
         row[::97] = 0.0
     blocks = combination.moments == "8bit"

@@ -37,6 +37,8 @@ PROVIDERS = {
     "swiglu": (LIGER, PLAIN, "xformers"),
 }
 """Kind -> who provides it. Without a wish those before `PLAIN` are taken, the first that is there."""
+_LIGER_KINDS = {"geglu": "swiglu"}
+"""Switches of Liger's patches that have another name than their kind."""
 _GONE = (
     "Elixir's own norms, SwiGLU blocks and rotations are gone: install liger-kernel for CUDA; for its rotations, which "
     "change the class, call its apply_liger_kernel_to_... before wrapping"
@@ -109,14 +111,15 @@ class FusedKernels:
             self._count("cross_entropy", OURS, sum(map(self._defer, list(model.modules()))))
         if traced:
             return
+        ran: set[str] = set()
         if device_type == "cuda":
-            self._apply_liger(model, {kind for kind, names in tried.items() if LIGER in names})
+            ran |= self._apply_liger(model, {kind for kind, names in tried.items() if LIGER in names})
             for row in ROWS:
                 if row.library in tried[row.kind]:
                     self._count(row.kind, row.library, self._put_in(model, row))
-        ran = {name for name, _ in self.counts.values()}
+            ran |= self.counts.keys()
         for kind, name in asked.items():
-            if name not in (OURS, PLAIN, *ran):
+            if name not in (OURS, PLAIN) and kind not in ran:
                 logger.warning("%s is not run by %s here; the model's own code is", kind, name)
 
     def remove(self, down_to: int = 0) -> None:
@@ -159,18 +162,19 @@ class FusedKernels:
                     count += 1
         return count
 
-    def _apply_liger(self, model: nn.Module, kinds: set[str]) -> None:
+    def _apply_liger(self, model: nn.Module, kinds: set[str]) -> set[str]:
         """Calls Liger-Kernel's own ``apply_liger_kernel_to_...`` for each transformers model in `model`.
 
         It gives modules new attributes, which are noted, and changes names in the files of their classes, which are put
         back: other models keep their code.
+
+        Returns:
+            The kinds that it has for these models.
         """
         patches: dict[Any, Any] = {}
         if kinds:
             patches = _loaded(("liger_kernel.transformers.monkey_patch",), "MODEL_TYPE_TO_APPLY_LIGER_FN") or {}
-        options = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
-        options |= {kind: kind in kinds for kind in ("layer_norm", "rms_norm", "swiglu")}
-        first, done = len(self._replaced), set[nn.Module]()
+        first, done, ran = len(self._replaced), set[nn.Module](), set[str]()
         for part in model.modules():
             # Layers, too, have a `config`; whole models alone have this name.
             if part in done or not hasattr(part, "base_model_prefix"):
@@ -180,11 +184,14 @@ class FusedKernels:
             if apply is None:
                 continue
             known, noted = inspect.signature(apply).parameters, len(self._replaced)
+            # Whatever else it offers is not asked for, such as its rotary embedding, which would change the class.
+            switches = [name for name, each in known.items() if isinstance(each.default, bool)]
+            chosen = {name: _LIGER_KINDS.get(name, name) in kinds for name in switches}
             before = [(module, dict(vars(module))) for module in part.modules()]
             files = {name: dict(vars(sys.modules[name])) for name in {type(module).__module__ for module, _ in before}}
             failed: Exception | None = None
             try:
-                apply(model=part, **{key: value for key, value in options.items() if key in known})
+                apply(model=part, **chosen)
             except Exception as error:
                 failed = error
             finally:
@@ -194,10 +201,13 @@ class FusedKernels:
                     for name in vars(module).keys() - attributes:
                         # Its norms would write over gradients of outputs, which hooks may still read.
                         self._set(module, name, name != "in_place" and vars(module)[name])
-            if failed is not None:
+            if failed is None:
+                ran |= {_LIGER_KINDS.get(name, name) for name, wanted in chosen.items() if wanted}
+            else:
                 self.remove(noted)
                 logger.warning("liger-kernel failed, and is not used for %s: %s", type(part).__name__, failed)
         self._count("layers", LIGER, [name for _, name, _ in self._replaced[first:]].count("forward"))
+        return ran
 
 
 def _loaded(modules: tuple[str, ...], name: str) -> Any:

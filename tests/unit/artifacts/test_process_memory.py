@@ -104,7 +104,7 @@ def test_with_room_a_forward_uses_freed_memory_again_until_it_does_not(
 
     monkeypatch.setattr(process_memory, "give_back_freed", give_back)
     monkeypatch.setattr(process_memory, "resident", lambda: None)
-    monkeypatch.setattr(HeapLimit, "_held_bytes", lambda limit: held[0] * MIB)
+    monkeypatch.setattr(HeapLimit, "held_bytes", lambda limit: held[0] * MIB)
     limit = HeapLimit()
     limit.set(int(1001 * MIB / (1 - HEAP_LOOK_SHARE)), room_bytes=room_bytes)
 

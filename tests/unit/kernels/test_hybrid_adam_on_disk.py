@@ -114,6 +114,31 @@ def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, mine, other))
 
 
+def test_a_disk_that_is_full_while_states_are_loaded_gives_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = parameters(torch.float32), parameters(torch.float32)
+    twin = HybridAdam(other)
+    train(other, twin, 2)
+    optimizer = HybridAdam(mine, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    train(mine, optimizer, 1)
+    calls, write = [0], os.pwrite
+
+    def second_fails(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", second_fails)
+        with pytest.raises(DiskError, match="No space left"):
+            optimizer.load_state_dict(twin.state_dict())
+    for asked in (optimizer.state_dict, lambda: train(mine, optimizer, 1)):
+        with pytest.raises(DiskError, match="No space left"):
+            asked()
+
+
 def test_a_state_dict_without_states_begins_anew(tmp_path: Path) -> None:
     on_disk, in_memory = parameters(torch.bfloat16), parameters(torch.bfloat16)
     optimizers = (

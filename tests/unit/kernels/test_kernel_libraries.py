@@ -150,12 +150,13 @@ def _patch_of_liger(
     fused_linear_cross_entropy: bool = True,
     rms_norm: bool = True,
     swiglu: bool = True,
+    geglu: bool = True,
     model: Any = None,
 ) -> None:
     """Changes the file of the classes, too, as Liger's does."""
     import transformers.models.llama.modeling_llama as llama
 
-    assert (rope, cross_entropy, fused_linear_cross_entropy) == (False, False, False)
+    assert (rope, cross_entropy, fused_linear_cross_entropy, geglu) == (False, False, False, swiglu)
     if rms_norm:
         llama.LlamaRMSNorm = _LigerNorm
         for part in model.modules():
@@ -226,6 +227,14 @@ def test_a_patch_that_fails_leaves_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert not any("in_place" in vars(part) for part in model.modules())
     fused.remove()
     assert torch.equal(model(**inp).loss, expected)
+
+
+@pytest.mark.usefixtures("libraries_present")
+def test_a_kind_that_a_library_does_not_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for kind, name in (("layer_norm", "liger"), ("layer_norm", "apex"), ("rms_norm", "liger")):
+        caplog.clear()
+        FusedKernels(language_case("llama")[0], {kind: name}, "cuda").remove()
+        assert (f"{kind} is not run by {name} here" in caplog.text) == (kind == "layer_norm")
 
 
 @pytest.mark.usefixtures("libraries_present")

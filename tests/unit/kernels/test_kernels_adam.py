@@ -367,6 +367,49 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_programs_default_dtype_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch, default: torch.dtype) -> None:
+    """A kernel is compared in a thread, at any moment, with tensors that it reads as float32."""
+    seen: set[torch.dtype] = set()
+
+    def no_kernel(gradient: Any, old: Any, new: Any, *_: Any) -> None:
+        seen.update((old.master.dtype, new.master.dtype, old.moments.exp_avg.dtype))
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert not native.has_same_bits(native.Combination(torch.bfloat16, torch.bfloat16, "float32"), no_kernel)
+        gradient, master = torch.ones(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.float32)
+        adam_step(gradient, master, None, make_moments(100), AdamOptions(), 1)
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == {torch.float32}
+
+
+def test_no_step_waits_for_a_thread_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could not be started, or a process was forked meanwhile."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    inside.forget(monkeypatch, "Adam kernels")
+    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
+    combination = native.Combination(torch.float32, None, "float32")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        assert native.kernel_for(combination, native.SMALL_NUMEL) is None
+    assert "can't start new thread" in caplog.text
+    inside.forget(monkeypatch, "Adam kernels")
+    with monkeypatch.context() as forked:
+        forked.setenv("ELIXIR_COMPILE", "now")
+        forked.setattr(threading.Thread, "start", lambda thread: None)
+        assert native.kernel_for(combination, native.SMALL_NUMEL) is None
+    native.forget_unfinished()  # without it, the next line would never return
+    assert native.absent_kernels() == []
+
+
 @needs_kernel
 def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever gradients are: sparse, absent for a while, no numbers; and however many threads step."""
