@@ -254,6 +254,10 @@ def storages(options: dict[str, Any], place: Place) -> Row:
         fill(first, options["nbytes"])
         side, address = _cuda.Stream(place.device), first.data_ptr()
         view = torch.empty(0, dtype=torch.uint8, device=place.device).set_(first)
+        with _cuda.stream(side):  # kernels are loaded when they are first used, which waits for the device
+            _cuda._sleep(1)
+            view.fill_(0)
+        place.sync()
         side.wait_stream(_cuda.current_stream())
         with _cuda.stream(side):
             _cuda._sleep(options["sleep_cycles"])

@@ -49,7 +49,7 @@ def jobs_of_quarter(number: int, card: str) -> dict[str, list[Job]]:
         )
         large = again(f"offload/{_6_7B}/elixir", 35, host_bytes=_MOST_HOST_BYTES)
         less = dataclasses.replace(again(f"offload/{_6_7B}/elixir, more room", 35), unless=(large.id,))
-        fsdp2 = again(f"offload/{_6_7B}/fsdp2 offload keep chunked-loss, micro-batch 16", 130)
+        fsdp2 = again(f"offload/{_6_7B}/fsdp2 offload keep chunked-loss, micro-batch 8", 130)
         peers = [_zero(20, 75), _zero(40, 75, ratio=0.65)]
         peers.append(dataclasses.replace(_zero(40, 75, ratio=0.8), unless=(peers[-1].id,)))
         pairs = [
