@@ -292,7 +292,7 @@ def test_two_runs_answer_what_a_quarter_of_an_hour_is_for(slower: float, tmp_pat
         "gpt2-4b 16x1024 in 20 GB/elixir",
         "gpt2-4b 16x1024 in 20 GB/zero-3 offload chunked-loss tuned, micro-batch 16",
         "gpt2-4b 16x1024 in 40 GB/zero-3 offload chunked-loss tuned ratio-0.65, micro-batch 16",
-        "opt-6.7b 16x1024 in 20 GB/fsdp2 offload keep chunked-loss, micro-batch 16",
+        "opt-6.7b 16x1024 in 20 GB/fsdp2 offload keep chunked-loss, micro-batch 8",
     ]
     answered = {verdict.promise for verdict in verdicts(read_rows(Place(tmp_path))) if verdict.met is not None}
     assert {"gpt2-4b 16x1024 in 20 GB", "somewhere"} <= answered
