@@ -405,7 +405,8 @@ class States:
             form = "8bit" if own.block > 1 else dtype_name(own.dtype)
             encodes = own.block > 1 and each.scales is None
             if each.form != form or encodes:
-                notes.add(f"moments saved in {each.form} are kept in {form} here, to the nearest value")
+                what = "moments" if kind in ADAM_KINDS else f"states '{kind}'"
+                notes.add(f"{what} saved in {each.form} are kept in {form} here, to the nearest value")
             if encodes:
                 self._encode(segment, mine, wait)
                 break
