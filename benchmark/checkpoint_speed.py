@@ -109,7 +109,7 @@ class Training:
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's slices, where they lie."""
         chunks = TrainingStates(self.module, {"optimizer": self.optimizer}).chunks()
-        return {each.key: each.values(0, each.numel) for chunk in chunks for each in chunk.parts}
+        return {f"{each.kind}/{each.name}": each.tensor for chunk in chunks for each in chunk.tensors()}
 
 
 # --- save and load ---------------------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def stalls(folder: str, shape: ModelShape, rounds: int) -> dict[str, list[float]
     disk = SlowDisk(total / DISK_S)
     with tempfile.TemporaryDirectory(dir=folder) as place:
 
-        def begin(copies_bytes: int) -> Saving:
-            options = SaveOptions(Path(place) / "run", files=disk, copies_bytes=copies_bytes)
+        def begin(pool_bytes: int) -> Saving:
+            options = SaveOptions(Path(place) / "run", files=disk, pool_bytes=pool_bytes)
             return Saves.of(user.states).start(user, options)
 
         started = time.perf_counter()
@@ -291,16 +291,16 @@ def stalls(folder: str, shape: ModelShape, rounds: int) -> dict[str, list[float]
         for pool_share in POOLS:
             for time_share in TIMES:
                 for _ in range(rounds):
-                    copies_bytes = int(pool_share * total)
-                    saving, began = begin(copies_bytes), time.perf_counter()
+                    pool_bytes = int(pool_share * total)
+                    saving, began = begin(pool_bytes), time.perf_counter()
                     training.forward_and_backward()
                     left_s = time_share * DISK_S - (time.perf_counter() - began)
                     time.sleep(max(0.0, left_s))
                     until_s = time.perf_counter() - began
                     training.update()
                     saving.wait()
-                    bound_s = max(0.0, (total - copies_bytes) / disk_bytes_per_s - until_s)
-                    bound_s += copies_bytes / memory_bytes_per_s + SPAN_BYTES / disk_bytes_per_s
+                    bound_s = max(0.0, (total - pool_bytes) / disk_bytes_per_s - until_s)
+                    bound_s += pool_bytes / memory_bytes_per_s + SPAN_BYTES / disk_bytes_per_s
                     beyond.append(saving.stall_s / (1.1 * bound_s + SLACK_S))
         for saves in [False, True] * rounds:
             began = time.perf_counter()

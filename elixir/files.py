@@ -36,6 +36,8 @@ _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems without direct transfers, at the opening or at the first transfer."""
 _NO_UNNAMED = (errno.EINVAL, errno.EISDIR, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Error numbers of file systems, and of old kernels, that make no files without a name."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Error numbers of file systems without hard links, such as FAT and some network file systems."""
 
 
 class Files:
@@ -50,9 +52,9 @@ class Files:
 
         Args:
             operation: ``create``, ``open``, ``size``, ``resize``, ``allocate``, ``write``, ``read``, ``sync``,
-                ``drop``, ``close``, ``rename``, ``remove``, ``make``, ``sync_folder``, ``list`` or
+                ``drop``, ``close``, ``link``, ``rename``, ``remove``, ``make``, ``sync_folder``, ``list`` or
                 ``free``.
-            path: of the file or folder; of a renamed one, the new name.
+            path: of the file or folder; of a renamed or linked one, the new name.
             function: from `os`.
             args: its arguments.
         """
@@ -157,9 +159,20 @@ class Files:
                     raise
             self.sync_folder(each.parent)
 
+    def link(self, source: PathLike, target: PathLike) -> None:
+        """Gives a file a second name; where the file system knows no links, a synchronised copy. `target` must be
+        free."""
+        name = os.fspath(target)
+        try:
+            self.call("link", name, os.link, os.fspath(source), name)
+        except FileError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self.write_whole(name, self.read_whole(source))
+
     def replace(self, source: PathLike, target: PathLike) -> None:
         """Renames a file, over another one if there is one: whatever is killed when, `target` is the one or the
-        other. A folder needs a free name."""
+        other."""
         name = os.fspath(target)
         self.call("rename", name, os.replace, os.fspath(source), name)
 

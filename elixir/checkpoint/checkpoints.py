@@ -12,9 +12,9 @@ from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format.folder import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
+from elixir.checkpoint_format.run_folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 
 logger = logging.getLogger(__name__)
@@ -90,19 +90,20 @@ class Checkpoints:
             return load_checkpoint(self.folder / step_folder(step), state, strict=strict, files=self._files)
         saves = Saves.of(UserState.of(state).states)
         saves.settle()
-
-        def find() -> dict[str, int]:
-            found, damaged = sequences(self.folder, files=self._files)
+        problem: Exception | None = None
+        mine: dict[str, int] = {}
+        try:
+            mine, damaged = sequences(self.folder, files=self._files)
             for error in damaged:
                 logger.warning("left out: %s", error)
             if os.path.lexists(self.folder / INDEX_NAME):
-                raise InputError(
+                problem = InputError(
                     f"{self.folder} is one checkpoint: give Checkpoints the folder around it, or call load_checkpoint"
                 )
-            return found
-
+        except (CheckpointError, FileError) as error:
+            problem = error
         known: dict[str, int] = {}
-        for theirs in saves.together("checkpoints", find):
+        for theirs in saves.together("checkpoints", mine, problem):
             for name, sequence in theirs.items():
                 known[name] = max(sequence, known.get(name, 0))
         first: CheckpointError | None = None
@@ -116,8 +117,7 @@ class Checkpoints:
             raise first
         cut_off = unfinished(self.folder, self._files) if saves.rank == 0 and self.folder.is_dir() else []
         if cut_off:
-            names = ", ".join(each.name for each in cut_off)
-            logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, names)
+            logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, ", ".join(cut_off))
         return None
 
     def latest(self) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ import torch
 
 from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.saving import Saves
-from elixir.checkpoint.shared_folder import newest_of_all
+from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
-from elixir.checkpoint_format.folder import known_checkpoints, read_index
+from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
-from elixir.checkpoint_format.saved_tensor import SavedTensor
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    ElixirError,
+    FileError,
     InputError,
 )
 from elixir.files import FILES, Files, PathLike
@@ -73,16 +75,31 @@ def load_checkpoint(
     saves = Saves.of(user.states)
     saves.settle()
     path = Path(os.fspath(folder))
-    where, index = _agreed_checkpoint(path, user, saves, files)
-    with SavedCheckpoint(where, index, files=files) as saved:
+    index = _agreed_index(path, user, saves, files)
+    with SavedCheckpoint(path, index, files=files) as saved:
         load = _Loading(path, user, state, saved, strict, rng)
-        seen = saves.together("load", load.check)
+        problem: Exception | None = None
+        try:
+            load.check()
+            values = load.decode()
+        except Exception as error:  # all ranks must raise, whatever it is
+            problem = error
+        seen = saves.together("load", load.files_here, problem)
         load.refuse_missing(set().union(*seen))
         half = f"the load of {path} did not come to its end"
         load.states.begin_to_load(half)
-        saves.together("loaded", load.write)
+        try:
+            load.write()
+        except Exception as error:
+            problem = error
+        saves.together("loaded", None, problem)
     try:
-        notes = saves.together("restored", load.finish)
+        try:
+            load.states.show()
+            load.finish(values)
+        except Exception as error:
+            problem = error
+        notes = saves.together("restored", sorted(load.notes), problem)
     except BaseException:
         load.states.begin_to_load(half)
         raise
@@ -92,28 +109,26 @@ def load_checkpoint(
     return Loaded(path, index.step, index.sequence, index.world_size, said)
 
 
-def _agreed_checkpoint(folder: Path, user: UserState, saves: Saves, files: Files) -> tuple[Path, Index]:
-    """Agrees on the newest checkpoint of the name that all ranks see, also if a save was cut off while it replaced one.
-
-    Where it lies on this rank, and its index.
-    """
-    known: list[tuple[Path, Index]] = []
-
-    def find() -> tuple[Any, list[str]]:
+def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> Index:
+    """Agrees on the newest checkpoint of the folder that all ranks see, also if a commit was cut off, which the next
+    save ends."""
+    problem: Exception | None = None
+    known: list[Index] = []
+    try:
         user.states.refuse("load_checkpoint()", loading=True)
-        known.extend(known_checkpoints(folder, files=files))
+        known = known_indexes(folder, files)
         if not known:
             read_index(folder, files=files)  # raises what is wrong with it
-        return user.names(), [index.id for _, index in known]
-
-    answers = saves.together("find", find)
+    except (ElixirError, FileError) as error:
+        problem = error
+    answers = saves.together("find", (user.names(), [each.id for each in known]), problem)
     if any(theirs[0] != answers[0][0] for theirs in answers):
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
     chosen = newest_of_all(theirs[1] for theirs in answers)
     if chosen is None:
         seen = [theirs[1] for theirs in answers]
         raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {seen}")
-    return next((where, index) for where, index in known if index.id == chosen)
+    return next(each for each in known if each.id == chosen)
 
 
 class _Loading:
@@ -133,33 +148,23 @@ class _Loading:
         self.states: TrainingStates = user.states
         self._index = saved.index
         self._rank = self.states.group.rank
-        self._then: list[Callable[[], object]] = []
-        """Puts what is small to its places, in order, once it is read and checked."""
         self._skipped: set[str] = set()
         self._optimizers: dict[str, str] = {}
         """Name of an optimizer in the state -> in the checkpoint."""
         self.notes: set[str] = set()
+        self.files_here: set[str] = set()
+        """Files that this rank sees. With node-local disks other ranks see other files. A file that this rank needs and
+        does not see fails when it is read."""
 
-    def check(self) -> set[str]:
-        """Reads and checks all that is small, before anything is written; returns the files that this rank sees.
-
-        With node-local disks other ranks see other files. A file that this rank needs and does not see fails when it is
-        read.
-
-        Raises:
-            CheckpointMismatch: the checkpoint is of something else, or a tensor or a group of the state cannot take
-                what was saved.
-            CheckpointCorrupt: the index has something that no save writes there, or a file is not whole.
-        """
+    def check(self) -> None:
+        """Raises `CheckpointMismatch` where the checkpoint is of something else, before anything is written."""
         self._check_parameters()
         self._check_buffers()
         self._check_optimizers()
         self._check_values()
-        here = {name for name in self._index.files if (self._saved.folder / name).exists()}
-        for name in here:
+        self.files_here = {name for name in self._index.files if (self._folder / name).exists()}
+        for name in self.files_here:
             self._saved.check_file(name)
-        self._prepare()
-        return here
 
     def refuse_missing(self, seen: Collection[str]) -> None:
         """Raises `CheckpointCorrupt` for a file that no rank sees, before anything is written."""
@@ -211,8 +216,10 @@ class _Loading:
     def _check_optimizers(self) -> None:
         here, theirs = list(self.states.optimizers), list(self._index.optimizers)
         for name in here:
-            if name in theirs or len(here) == len(theirs) == 1:
-                self._optimizers[name] = name if name in theirs else theirs[0]
+            if name in theirs:
+                self._optimizers[name] = name
+            elif len(here) == len(theirs) == 1:
+                self._optimizers[name] = theirs[0]
             elif self._strict:
                 raise CheckpointMismatch(
                     f"{self._folder} has no optimizer {name!r}, only {_few(theirs)}; leave it out, or give "
@@ -222,15 +229,16 @@ class _Loading:
             else:
                 self.notes.add(f"optimizer {name!r} is not in the checkpoint and begins anew")
         for name, saved_name in self._optimizers.items():
-            said = self._saved.mapping(self._index.optimizers[saved_name], f"optimizers.{saved_name}")
-            saved_class, mine = said.get("class"), self.states.optimizer_values(name)["class"]
+            optimizer = self.states.optimizers[name]
+            said = self._saved.decoded(self._index.optimizers[saved_name], f"optimizers.{saved_name}")
+            saved_class = said.get("class") if isinstance(said, dict) else None
+            mine = self.states.optimizer_values(name)["class"]
             if saved_class != mine and not (saved_class in _ADAMS and mine in _ADAMS):
                 raise CheckpointMismatch(
                     f"{self._folder}: {saved_name!r} was a {saved_class}, {name!r} is a {mine}, whose states "
                     "are others; leave it out of the state, or make the optimizer that was saved"
                 )
-            self._then.append(partial(self.states.load_optimizer_values, name, said))
-            for names, _ in self.states.groups(self.states.optimizers[name]):
+            for names, _ in self.states.groups(optimizer):
                 if self._group_of(saved_name, names) is None:
                     if self._strict:
                         raise CheckpointMismatch(
@@ -277,54 +285,60 @@ class _Loading:
         if left:
             logger.info("%s also has %s, which the state does not ask for", self._folder, _few(left))
 
-    def _prepare(self) -> None:
-        """Reads everything small, and says in `_then` where it goes."""
-        saved, index, states = self._saved, self._index, self.states
-        values = {name: saved.value(name) for name in self._user.values if name in index.values}
-        for name, value in values.items():
+    def decode(self) -> dict[str, Any]:
+        """Reads and checks everything small before anything is written.
+
+        Raises:
+            CheckpointMismatch: a tensor or a group of the state cannot take what was saved.
+            CheckpointCorrupt: the index has something that no save writes there.
+        """
+        saved, index = self._saved, self._index
+        found: dict[str, Any] = {
+            "values": {name: saved.value(name) for name in self._user.values if name in index.values},
+            "rank_values": {
+                name: saved.decoded(index.rank_values[self._rank][name], f"{name}[{self._rank}]")
+                for name in self._user.rank_values
+                if index.rank_values and name in index.rank_values[self._rank]
+            },
+            "buffers": {
+                name: saved.read_whole(f"buffer/{name}")
+                for name in self.states.buffers()
+                if f"buffer/{name}" in index.tensors
+            },
+            "groups": {},
+            "optimizers": {},
+            "loss_scale": None if index.loss_scale is None else saved.mapping(index.loss_scale, "loss_scale"),
+        }
+        for name, value in found["values"].items():
             self.notes |= check_tensor(name, self._state[name], value, self._folder)
-        for name in self._user.rank_values:
-            if index.rank_values and name in index.rank_values[self._rank]:
-                values[name] = saved.decoded(index.rank_values[self._rank][name], f"{name}[{self._rank}]")
-        for name, buffer in states.buffers().items():
-            if f"buffer/{name}" in index.tensors:
-                self._then.append(partial(buffer.copy_, saved.read_whole(f"buffer/{name}")))
         for name in index.scalars:
             saved.scalars(name)  # read again, one by one, where they are written
-        if index.loss_scale is not None:
-            scale = saved.mapping(index.loss_scale, "loss_scale")
+        if found["loss_scale"] is not None:
             with self._as_corrupt("loss_scale"):
-                LossScale(True, 1.0, 1).load(scale)
-            if states.loss_scale_state() is not None:
-                self._then.append(partial(states.load_loss_scale, scale))
+                LossScale(True, 1.0, 1).load(found["loss_scale"])
         for name, saved_name in self._optimizers.items():
-            self._prepare_groups(name, saved_name)
-        self._then.append(partial(restore, self._state, values))
-        if self._rng and index.rng and index.world_size == states.group.size:
+            found["optimizers"][name] = saved.mapping(index.optimizers[saved_name], f"optimizers.{saved_name}")
+            for names, group in self.states.groups(self.states.optimizers[name]):
+                number = self._group_of(saved_name, names)
+                if number is not None:
+                    key = f"param_groups[{number}].options"
+                    options = saved.mapping(index.param_groups[number].options, key)
+                    with self._as_corrupt(key):
+                        try:
+                            found["groups"][name, names] = self.states.loaded_options(name, group, options)
+                        except InputError as error:
+                            raise CheckpointMismatch(f"{self._folder}: {error}") from error
+        if self._rng and index.rng and index.world_size == self.states.group.size:
             key = f"rng[{self._rank}]"
-            rng = saved.mapping(index.rng[self._rank], key)
+            found["rng"] = saved.mapping(index.rng[self._rank], key)
             with self._as_corrupt(key):
-                self.notes |= restore_rng(rng, states.device, try_only=True)
-            self._then.append(partial(restore_rng, rng, states.device))  # last: restoring values may draw numbers
+                self.notes |= restore_rng(found["rng"], self.states.device, try_only=True)
         elif self._rng:
             self.notes.add(
                 f"random number generators are left as they are: saved by {index.world_size} ranks, loaded by "
-                f"{states.group.size}"
+                f"{self.states.group.size}"
             )
-
-    def _prepare_groups(self, name: str, saved_name: str) -> None:
-        optimizer = self.states.optimizers[name]
-        for group, (names, mine) in zip(optimizer.param_groups, self.states.groups(optimizer), strict=True):
-            number = self._group_of(saved_name, names)
-            if number is not None:
-                key = f"param_groups[{number}].options"
-                options = self._saved.mapping(self._index.param_groups[number].options, key)
-                with self._as_corrupt(key):
-                    try:
-                        options = self.states.loaded_options(name, mine, options)
-                    except InputError as error:
-                        raise CheckpointMismatch(f"{self._folder}: {error}") from error
-                self._then.append(partial(take_options, group, options))
+        return found
 
     @contextlib.contextmanager
     def _as_corrupt(self, key: str) -> Iterator[None]:
@@ -346,13 +360,24 @@ class _Loading:
         self.notes |= self.states.load(source.fill_weights, source.find, self._saved.finish, skipped=skipped)
 
     @torch.no_grad()
-    def finish(self) -> list[str]:
-        """Finishes once all ranks have their weights; returns notes. Objects of the user come last, since they may
-        raise anything."""
-        self.states.show()
-        for each in self._then:
-            each()
-        return sorted(self.notes)
+    def finish(self, values: dict[str, Any]) -> None:
+        """Finishes once all ranks have their weights. Objects of the user come last, since they may raise anything."""
+        states = self.states
+        for name, buffer in states.buffers().items():
+            if name in values["buffers"]:
+                buffer.copy_(values["buffers"][name])
+        for (name, names), options in values["groups"].items():
+            for group in states.optimizers[name].param_groups:
+                if states.names_of(group) == names:
+                    take_options(group, options)
+        for name, said in values["optimizers"].items():
+            states.load_optimizer_values(name, said)
+        scaled = states.loss_scale_state() is not None
+        if scaled and values["loss_scale"] is not None:
+            states.load_loss_scale(values["loss_scale"])
+        restore(self._state, {**values["values"], **values["rank_values"]})
+        if "rng" in values:  # last: restoring values may draw numbers
+            restore_rng(values["rng"], states.device)
 
 
 class CheckpointStates:
@@ -397,9 +422,8 @@ class CheckpointStates:
         if same and out.device.type == "cpu" and out.is_contiguous():
             self._saved.begin_to_read(key, start, out)
             return
-        read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
-        for span in saved.spans(start, start + out.numel()):  # every span is read once
-            first, stop = max(start, span.start), min(start + out.numel(), span.stop)
+        for first, stop in _ranges(saved, start, start + out.numel()):
+            read = self._saved.read if same or saved.block_numel is None else self._saved.read_float32
             out[first - start : stop - start].copy_(read(key, first, stop))
 
     def _in_order(self, key: str, saved: SavedTensor, name: str) -> torch.Tensor:
@@ -417,6 +441,19 @@ class CheckpointStates:
         if saved.itemsize > out.dtype.itemsize or (saved.itemsize == out.dtype.itemsize and saved != out.dtype):
             return {f"weights saved in {dtype_name(saved)} are rounded to {dtype_name(out.dtype)}"}
         return set()
+
+
+def _ranges(saved: SavedTensor, start: int, stop: int) -> list[tuple[int, int]]:
+    """Ranges of elements that each lie in one span of one piece, so that every span is read once."""
+    found = []
+    step = SPAN_BYTES // saved.itemsize
+    for piece in saved.pieces:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        while low < high:
+            end = min(high, piece.start + ((low - piece.start) // step + 1) * step)
+            found.append((low, end))
+            low = end
+    return found
 
 
 def _difference(here: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

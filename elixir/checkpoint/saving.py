@@ -3,30 +3,28 @@ them."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.shared_folder import SharedFolder
-from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, Copies, Snapshot
+from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.folder import new_id, rank_file, shard_file, shared_file
+from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.part_writer import PartWriter, WrittenFile, part_header
-from elixir.checkpoint_format.saved_tensor import Part
+from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group
 from elixir.errors import (
@@ -34,19 +32,17 @@ from elixir.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
-    FileError,
     InputError,
     InputTypeError,
     RankError,
+    StateError,
 )
 from elixir.files import FILES, Files, PathLike, absolute
-from elixir.optimizer_states import is_adam
+from elixir.optimizer_states import BLOCK_NUMEL, is_adam
 from elixir.units import format_bytes
 from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -66,8 +62,8 @@ def save_checkpoint(
     evaluation, calls `Saving.wait` first. A save notices what torch counts as a write, but not ``weight.data``.
 
     Args:
-        folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. It is made next to
-            that name, and renamed when it is whole. One that is there is replaced; other files in it stay.
+        folder: of the checkpoint, on a file system that all ranks share, or on one of each machine. One that is there
+            is replaced when the new one is whole.
         state: the `ElixirModule` and its `ElixirOptimizer`, objects with ``state_dict`` and ``load_state_dict`` such
             as schedulers, `PerRank`, and plain values: None, numbers, text, bytes, lists, tuples, dicts, sets,
             tensors and numpy, in each other. Random number generators, buffers and the loss scale are saved as well.
@@ -108,42 +104,95 @@ class SaveOptions:
     """Number of checkpoints that stay in the folder around this one, if it `retains`; None for all."""
     retains: bool = False
     """Whether the folder around this one belongs to one run, so that the save removes old checkpoints there."""
-    copies_bytes: int | None = None
-    """Limit of memory for copies; None: see `TrainingStates.copies_bytes`. For tests."""
+    pool_bytes: int | None = None
+    """Limit of memory for copies; None: see `TrainingStates.pool_bytes`. For tests."""
 
 
-class _RankPart(NamedTuple):
-    """The part of the index that one rank contributes."""
+class _ChunkReader:
+    """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
 
+    def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
+        self.chunk_states, self._small = states, small
+        found = states.tensors()
+        self.layout = {_key(each.kind, each.name): each for each in found}
+        self.states_only = found[len(states.chunk.held) :]
+        """The tensors after those of the weights."""
+        chunk = states.chunk
+        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
+        exposed = chunk.masters is None and chunk.weights is not None
+        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
+
+    def slices(self) -> list[Slice]:
+        found = []
+        for key, each in self.layout.items():
+            block_numel = BLOCK_NUMEL if each.has_codes else None
+            numel = each.tensor.numel()
+            found.append(Slice(key, each.shape, each.dtype, each.first, numel, block_numel, each.order))
+        return found
+
+    def wait(self) -> None:
+        self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
+
+    def read(self) -> dict[str, LiveTensor]:
+        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.tensors()}
+        if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
+            raise StateError(
+                f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"
+            )
+        self._small |= self.chunk_states.small()
+        return found
+
+    def check(self) -> None:
+        """Refuses weights that were written to, by no step, while they were read."""
+        for parameter, version, name in self._versions:
+            if parameter._version != version:
+                raise CheckpointError(
+                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
+                    "of gathered(write=True), which waits"
+                )
+
+
+@dataclass
+class _RankPart:
+    """The part of the index that one rank contributes, but for its file."""
+
+    small: dict[str, SmallStates]
     rng: Any
     rank_values: dict[str, Any]
     common: dict[str, Any]
     """Fields of the index that rank 0 provides; empty on the others."""
-    written: list[WrittenFile]
-    small: dict[str, SmallStates]
 
 
-class _Captured(NamedTuple):
-    """All that one rank saves, as it is when the save is asked for."""
+@dataclass
+class _Captured:
+    """The small values at the time of the call, and readers of the chunks."""
 
-    chunks: list[ChunkStates]
-    states: list[Part]
-    """The parts of the chunks, read while training goes on, and parameters without elements."""
-    own: list[Part]
-    """Tensors in the values of this rank."""
-    shared: dict[str, torch.Tensor]
-    """Buffers, and tensors in the values of all, by key."""
+    readers: list[_ChunkReader]
     part: _RankPart
-    """Its last two fields are empty until the states are written."""
+    own_tensors: dict[str, torch.Tensor]
+    shared_tensors: dict[str, torch.Tensor]
+    empty: list[Slice]
+    """Parameters without elements, which no rank has a part of."""
+
+    def state_slices(self) -> list[Slice]:
+        return [each for reader in self.readers for each in reader.slices()] + self.empty
 
 
-class _File(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """A file that this rank writes."""
 
     name: str
-    parts: list[Part]
+    slices: list[Slice]
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors of the slices that are in memory, by key."""
     has_states: bool = False
-    """Whether the states of the chunks are among the parts."""
+    """Whether the states of the chunks are among the slices."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(slice_header(self.slices)) + _bytes_of(self.slices)
 
 
 class Saves:
@@ -151,7 +200,7 @@ class Saves:
 
     def __init__(self, group: Group) -> None:
         self._values = group
-        self._copies: Copies | None = None
+        self._pool: SnapshotPool | None = None
         self.current: Saving | None = None
         """The save that is under way, or the last one."""
 
@@ -196,51 +245,48 @@ class Saves:
         self._values.close()
         return error
 
-    def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Works on all ranks while no save is under way, and returns the results in order of rank.
-
-        All ranks raise if one does: the error of the first rank that has one.
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Exchanges a value with all ranks, in order of rank, while no save is under way.
 
         Raises:
             CheckpointError: the ranks have lost each other.
         """
-        found: T | None = None
-        problem: Exception | None = None
         try:
-            found = work()
-        except Exception as error:  # whatever it is, such as what a lane has raised
-            problem = error
-        try:
-            answers = self._values.exchange(what, (found, problem if problem is None else _report_of(problem)))
+            return self._values.exchange(what, value)
         except RankError as error:
             raise CheckpointError(str(error)) from error
+
+    def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
+        """Exchanges a value, after which all ranks raise if one has a problem: the error of the first rank that has
+        one."""
+        answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
             if theirs is not None:
                 kind, text, more = theirs
                 raise kind(f"rank {rank}: {text}" if self._values.size > 1 else text, **more) from problem
-        return [each for each, _ in answers]
+        return [value for value, _ in answers]
 
     def start(self, user: UserState, options: SaveOptions) -> Saving:
         """Begins to save; see `save_checkpoint`."""
         self.finish()
-        states = user.states
-        captured: list[_Captured] = []
-
-        def capture() -> tuple[Any, ...]:
+        states, problem = user.states, None
+        captured: _Captured
+        try:
             states.refuse("save_checkpoint()")
-            captured.append(_capture(user, options, self._values.rank))
-            return os.fspath(options.folder), user.names(), options.step, options.frozen, new_id()
-
-        answers = self.together("save", capture)
+            captured = _capture(user, options, self._values.rank)
+        except Exception as error:  # also what a lane has raised: all ranks must raise
+            problem = error
+        mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
+        answers = self.together("save", mine, problem)
         if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
             rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
         options = replace(options, folder=absolute(options.folder))  # the program may go elsewhere while this is saved
-        limit = states.copies_bytes if options.copies_bytes is None else options.copies_bytes
+        limit = states.pool_bytes if options.pool_bytes is None else options.pool_bytes
         limit -= limit % ALIGNMENT_BYTES
-        if self._copies is None or self._copies.kind.buffer_bytes != limit:
-            self._copies = Copies.of(states.host_buffers, limit)
-        self.current = Saving(user, options, answers[0][-1], captured.pop(), self._copies, self._values)
+        if self._pool is None or self._pool.limit_bytes != limit:
+            self._pool = SnapshotPool(states.host_buffers, limit)
+        self.current = Saving(user, options, answers[0][-1], captured, self._pool, self._values)
         return self.current
 
 
@@ -253,18 +299,19 @@ class Saving:
         options: SaveOptions,
         checkpoint_id: str,
         captured: _Captured,
-        copies: Copies,
+        pool: SnapshotPool,
         group: Group,
     ) -> None:
         self._options, self._id, self._captured, self._group = options, checkpoint_id, captured, group
         self._shares = user.states.group  # not the module: who keeps a save that has ended must not keep its memory
-        self.nbytes = _bytes_of(captured.states + captured.own)
+        self._states = captured.state_slices()
+        self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
         """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
-        self.snapshot = Snapshot(captured.chunks, copies, user.states.device)
+        self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
         self._outcome: Loaded | CheckpointError  # once it has ended
         self._reported = False
-        for index, states in enumerate(captured.chunks):
+        for index, states in enumerate(self._hooked()):
             states.chunk.before_write = partial(self.snapshot.release, index)
         # No daemon: the interpreter ends after the checkpoint is whole.
         self._thread = threading.Thread(target=self._run, name="elixir save")
@@ -302,6 +349,9 @@ class Saving:
         reported, self._reported = self._reported, True
         return self._outcome if isinstance(self._outcome, CheckpointError) and not reported else None
 
+    def _hooked(self) -> list[ChunkStates]:
+        return [reader.chunk_states for reader in self._captured.readers]
+
     def _run(self) -> None:
         started = time.perf_counter()
         ranks = HeartbeatGroup(self._group)
@@ -327,68 +377,63 @@ class Saving:
             self._ended.set()
 
     def _let_go(self) -> None:
-        for states in self._captured.chunks:
+        for states in self._hooked():
             states.chunk.before_write = None
-        del self._captured
+        self._captured.readers.clear()
+        del self._captured.own_tensors, self._captured.shared_tensors
 
     def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
-        folder = SharedFolder.made(options.folder, self._id, group.rank, ranks, files)
+        folder = SharedFolder.found(options.folder, self._id, group.rank, ranks, files)
+        before = folder.clean_up(ranks)
+        shared = captured.shared_tensors
+        if folder.count > 1:
+            shared = ranks.exchange(shared if group.rank == 0 else None)[0]
+        parts = self._parts(folder, shared)
+        folder.check_space(sum(part.nbytes for part in parts), ranks)
         try:
-            sequence = folder.tidy(ranks)
-            shared = captured.shared
-            if folder.count > 1:
-                shared = ranks.exchange(shared if group.rank == 0 else None)[0]
-            own = self._files(folder, shared)
-            folder.check_space(sum(len(part_header(each.parts)) + _bytes_of(each.parts) for each in own), ranks)
-            written = [self._write(each, folder.part, ranks) for each in own]
-            for file in written:
-                files.size(folder.part / file.name)
-            small = {name: each for chunk in captured.chunks for name, each in chunk.small.items()}
-            mine = captured.part._replace(written=written, small=small)
-            index = _index(self._id, sequence, ranks.exchange(mine), options)
-            folder.commit(index, ranks)
-            if options.retains:
-                folder.retain(options.keep, ranks)
-            ranks.exchange()  # an error of any leader is an error of all
-        except BaseException as error:
-            folder.abandon()
-            if isinstance(error, FileError) and error.errno == errno.ENOENT:
-                raise CheckpointError(
-                    f"{error}: another save into the same folder was under way; one run, and one model of it, saves "
-                    "into a folder"
-                ) from error
+            written = [self._write(part, ranks) for part in parts]
+            sequence = folder.next_sequence(ranks)
+            folder.check_written(written)
+            index = _index(self._id, sequence, ranks.exchange((written, captured.part)), options)
+            folder.commit(index, before, ranks)
+        except BaseException:
+            folder.abandon(self._id)
             raise
+        if options.retains:
+            folder.retain(options.keep, ranks)
+        ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
-    def _files(self, folder: SharedFolder, shared: Mapping[str, torch.Tensor]) -> list[_File]:
+    def _parts(self, folder: SharedFolder, shared: Mapping[str, torch.Tensor]) -> list[_Part]:
         """Returns the files that this rank writes.
 
         All that share a folder find each shard there once: replicas have the same, and the first of them writes it.
         """
-        chunks, captured = self._shares, self._captured
+        chunks, own = self._shares, self._captured.own_tensors
         name = rank_file(self._id, chunks.rank, chunks.size)
         if chunks.replicas == 1:
-            found = [_File(name, captured.states + captured.own, has_states=True)]
+            found = [_Part(name, self._states + whole_slices(own), own, has_states=True)]
         else:
-            found = [_File(name, captured.own)]
+            found = [_Part(name, whole_slices(own), own)]
             if next(rank for rank in folder.ranks if rank % chunks.shards == chunks.shard) == chunks.rank:
-                name = shard_file(self._id, chunks.shard, chunks.shards)
-                found.append(_File(name, captured.states, has_states=True))
+                found.append(
+                    _Part(shard_file(self._id, chunks.shard, chunks.shards), self._states, {}, has_states=True)
+                )
             else:
                 self.snapshot.end()
-                self.nbytes -= _bytes_of(captured.states)
+                self.nbytes -= _bytes_of(self._states)
         if shared and folder.leads:
-            found.append(_File(shared_file(self._id), whole_parts(shared)))
+            found.append(_Part(shared_file(self._id), whole_slices(shared), shared))
         return found
 
-    def _write(self, file: _File, folder: Path, ranks: HeartbeatGroup) -> WrittenFile:
-        writer = PartWriter(folder / file.name, file.parts, files=self._options.files)
+    def _write(self, part: _Part, ranks: HeartbeatGroup) -> WrittenFile:
+        writer = SliceWriter(self._options.folder / part.name, part.slices, files=self._options.files)
         try:
-            if file.has_states:
+            if part.has_states:
                 self.snapshot.write(writer.write_span, ranks.heartbeat)
-            for part in file.parts:  # what the snapshot has not written
-                writer.write_part(part)
+            for key, tensor in part.tensors.items():
+                writer.write_tensor(key, tensor)
                 ranks.heartbeat()
             return writer.finish()
         except BaseException:
@@ -410,18 +455,17 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     """Records what is small and how the chunks are laid out. Afterwards steps may go on."""
     states = user.states
+    small: dict[str, SmallStates] = {}
     states.follow_writes()
     chunks = states.chunks(frozen=options.frozen)
-    for each in (part for chunk in chunks for part in chunk.parts[len(chunk.chunk.held) :]):
-        if each.kind in NO_STATES:
-            raise InputError(f"a state of an optimizer cannot be named {each.kind!r}: that of {each.name} is")
-    parts = [part for chunk in chunks for part in chunk.parts]
-    parts += [
-        Part(f"{WEIGHT}/{slot.name}", tuple(slot.shape), chunk.target.dtype, 0, 0, order=slot.order)
-        for chunk in chunks
-        for slot in chunk.chunk.slots
-        if not slot.numel
-    ]
+    for chunk in chunks:
+        if not chunk.is_settled:  # a step may be making states: the file's layout is known after it
+            chunk.wait()
+    readers = [_ChunkReader(chunk, small) for chunk in chunks]
+    for reader in readers:
+        clash = next((each for each in reader.states_only if each.kind in NO_STATES), None)
+        if clash is not None:
+            raise InputError(f"a state of an optimizer cannot be named {clash.kind!r}: that of {clash.name} is")
     values, tensors = encoded(user.values)
     for name, buffer in states.buffers().items():
         tensors[f"buffer/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
@@ -447,38 +491,49 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "plan_fingerprint": plan.fingerprint,
         "has_frozen": options.frozen and not plan.reads_files,
     }
-    part = _RankPart(rng, rank_values, common if rank == 0 else {}, [], {})
-    return _Captured(chunks, parts, whole_parts(own | found), tensors, part)
+    empty = [
+        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
+        for each in chunks
+        for slot in each.chunk.slots
+        if not slot.numel
+    ]
+    part = _RankPart(small, rng, rank_values, common if rank == 0 else {})
+    return _Captured(readers, part, own | found, tensors, empty)
 
 
-def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: SaveOptions) -> Index:
+def _index(
+    checkpoint_id: str,
+    sequence: int,
+    answers: list[tuple[list[WrittenFile], _RankPart]],
+    options: SaveOptions,
+) -> Index:
     """Makes the index of what all ranks have written: the same bytes on every rank.
 
     Args:
         checkpoint_id: of the save.
         sequence: of the checkpoint.
-        parts: of each rank.
+        answers: of each rank the files that it has written, and its part of the index.
         options: of the save.
 
     Raises:
         CheckpointError: replicas have different states.
     """
     by_name: dict[str, WrittenFile] = {}
-    for rank, part in enumerate(parts):
-        for file in part.written:  # with several file systems, each has those that are for several ranks
+    for rank, (written, _) in enumerate(answers):
+        for file in written:  # with several file systems, each has those that are for several ranks
             if by_name.setdefault(file.name, file) != file:
                 raise CheckpointError(
                     f"rank {rank} has other bytes of {file.name} than a rank before it: the replicas no longer have "
                     "the same weights and states; load the checkpoint before this one"
                 )
-    files = list(by_name.values())
+    files, parts = list(by_name.values()), [part for _, part in answers]
     small = {name: each for part in parts for name, each in part.small.items()}
     common = parts[0].common
     tensors = merge_tensors(file.tensors for file in files)
     common["aliases"] = {
         name: first
         for name, first in common["aliases"].items()
-        if any(f"{kind}/{first}" in tensors for kind in (WEIGHT, "buffer"))
+        if any(_key(kind, first) in tensors for kind in (WEIGHT, "buffer"))
     }
     return Index(
         id=checkpoint_id,
@@ -496,13 +551,17 @@ def _index(checkpoint_id: str, sequence: int, parts: list[_RankPart], options: S
     )
 
 
-def whole_parts(tensors: Mapping[str, torch.Tensor]) -> list[Part]:
-    """Parts of tensors that one file holds as a whole."""
-    return [Part.whole(key, each) for key, each in tensors.items()]
+def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
+    """Slices of tensors that one file holds as a whole."""
+    return [Slice(key, tuple(each.shape), each.dtype, 0, each.numel()) for key, each in tensors.items()]
 
 
-def _bytes_of(parts: list[Part]) -> int:
-    return sum(each.nbytes for each in parts)
+def _bytes_of(slices: list[Slice]) -> int:
+    return sum(each.nbytes for each in slices)
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}/{name}"
 
 
 def _report_of(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:

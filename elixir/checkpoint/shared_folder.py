@@ -1,7 +1,7 @@
-"""`SharedFolder`: the folder of a checkpoint, the ranks that share it, and commits on all file systems.
+"""`SharedFolder`: the folder of a checkpoint, the ranks that share it, and commits that end alike on all file systems.
 
 With node-local disks every machine has a folder of the checkpoint's name. The first of the ranks that see the same
-folder is its leader: it renames and removes there.
+folder is its leader: it commits, cleans up and removes there.
 """
 
 from __future__ import annotations
@@ -13,26 +13,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
-from elixir.checkpoint_format.folder import (
+from elixir.checkpoint_format.commit import (
+    abandon,
     commit,
+    finish_commit,
+    rank_mark,
+    read_index,
+    remove_checkpoint,
+    remove_stale,
+)
+from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
+from elixir.checkpoint_format.run_folders import (
     is_step_folder,
-    known_checkpoints,
-    located,
-    name_of,
     newest_checkpoints,
     next_sequence,
-    part_folder,
-    rank_mark,
-    remove_checkpoint,
-    remove_old,
     surplus,
-    tidy,
     unfinished,
 )
-from elixir.checkpoint_format.index import Index
-from elixir.errors import CheckpointError, FileError
+from elixir.checkpoint_format.slices import WrittenFile
+from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from elixir.units import format_bytes
+
+
+def known_indexes(folder: Path, files: Files) -> list[Index]:
+    """Reads the indexes of a folder: the newest, and the one before it if a commit was cut off; leaves out damaged
+    ones."""
+    found = []
+    for previous in (False, True):
+        with contextlib.suppress(CheckpointNotFound, CheckpointCorrupt):
+            found.append(read_index(folder, previous=previous, files=files))
+    return found
 
 
 def newest_of_all(answers: Iterable[Sequence[str]]) -> str | None:
@@ -47,7 +58,6 @@ class SharedFolder:
 
     Args:
         folder: of the checkpoint.
-        part: the folder that is written, and renamed by `commit`.
         rank: this rank.
         ranks: that see this folder, in order.
         count: how many file systems have such a folder.
@@ -55,89 +65,139 @@ class SharedFolder:
     """
 
     folder: Path
-    part: Path
     rank: int
     ranks: Sequence[int]
     count: int
     files: Files
 
     @property
+    def leader(self) -> int:
+        """The first rank that sees this folder."""
+        return self.ranks[0]
+
+    @property
     def leads(self) -> bool:
-        """Whether this rank acts for those that share the folder: it is the first of them."""
-        return self.rank == self.ranks[0]
+        """Whether this rank acts for those that share the folder."""
+        return self.rank == self.leader
 
     @staticmethod
-    def made(folder: Path, checkpoint_id: str, rank: int, ranks: HeartbeatGroup, files: Files) -> SharedFolder:
-        """Makes the folder that is written, and finds out who shares it: each rank leaves a file there and looks whose
-        it sees."""
-        folder = Path(os.path.realpath(folder))  # a link stays one
-        if os.path.lexists(folder):
-            files.names(folder)  # raises if it is a file, which a commit would put aside
-        part = part_folder(folder, checkpoint_id)
-        mine = part / rank_mark(checkpoint_id, rank)
+    def found(folder: Path, checkpoint_id: str, rank: int, ranks: HeartbeatGroup, files: Files) -> SharedFolder:
+        """Makes the folder and finds out who shares it: each rank leaves a file there and looks whose it sees."""
+        files.make_folder(folder)
+        numbers = ranks.exchange(rank)
+        if len(numbers) == 1:
+            return SharedFolder(folder, rank, numbers, 1, files)
+        mine = folder / rank_mark(checkpoint_id, rank)
+        files.create(mine).close()
         try:
-            files.make_folder(part)
-            files.create(mine).close()
-            numbers = ranks.exchange(rank)
-            seen = tuple(number for number in numbers if os.path.lexists(part / rank_mark(checkpoint_id, number)))
+            ranks.exchange()
+            seen = tuple(r for r in numbers if os.path.lexists(folder / rank_mark(checkpoint_id, r)))
             views = ranks.exchange(seen)
-            files.remove(mine)
-        except BaseException:
+        finally:
             with contextlib.suppress(FileError):
                 files.remove(mine, missing_ok=True)
-                files.remove_folder(part)  # by the last rank
-            raise
-        return SharedFolder(folder, part, rank, seen, len(set(views)), files)
+        return SharedFolder(folder, rank, seen, len(set(views)), files)
 
-    def tidy(self, ranks: HeartbeatGroup) -> int:
-        """Removes what saves that were cut off have left of this name; returns the `sequence` of the new checkpoint.
+    def clean_up(self, ranks: HeartbeatGroup) -> str | None:
+        """Ends commits that were cut off and removes what they left, before a save.
 
-        The newest checkpoint that all file systems have stays until the new one is committed.
+        The id of the checkpoint there, if there is one.
         """
-        mine = None
+        mine = [each.id for each in known_indexes(self.folder, self.files)] if self.leads else None
+        common = newest_of_all(each for each in ranks.exchange(mine) if each is not None)
         if self.leads:
-            known = [index.id for _, index in known_checkpoints(self.folder, files=self.files)]
-            mine = known, next_sequence(self.folder, files=self.files)
-        answers = [each for each in ranks.exchange(mine) if each is not None]
-        if self.leads:
-            tidy(self.folder, newest_of_all(ids for ids, _ in answers), own=self.part, files=self.files)
-        return max(int(sequence) for _, sequence in answers)
+            if mine:
+                finish_commit(self.folder, common or mine[0], files=self.files)
+            else:
+                self.files.remove(self.folder / PREVIOUS_NAME, missing_ok=True)
+            with contextlib.suppress(CheckpointCorrupt):  # what it names is unknown; it goes when it is replaced
+                remove_stale(self.folder, files=self.files)
+        ranks.exchange()  # nobody creates files before others stop removing
+        return common
 
     def check_space(self, nbytes: int, ranks: HeartbeatGroup) -> None:
         """Refuses a save for which a file system has no room, before a byte is written."""
-        parts = ranks.exchange(nbytes)
+        parts = ranks.exchange((self.leader, nbytes))
         if self.leads:
-            needed, free = sum(parts[rank] for rank in self.ranks), self.files.free_bytes(self.part)
+            needed = sum(amount for leader, amount in parts if leader == self.leader)
+            free = self.files.free_bytes(self.folder)
             if needed > free:
                 raise CheckpointError(
                     f"the checkpoint takes {format_bytes(needed)} in {self.folder}, where {format_bytes(free)} are "
                     "free: remove old checkpoints, or save elsewhere"
                 )
 
-    def commit(self, index: Index, ranks: HeartbeatGroup) -> None:
-        """Makes the checkpoint the one of the folder on all file systems.
+    def check_written(self, written: Iterable[WrittenFile]) -> None:
+        """Checks before a commit that the written files are there: an index must not name files that are gone.
 
-        If that fails on one, the checkpoint before is still on all: loads take the newest that all have.
+        Args:
+            written: by this rank.
+
+        Raises:
+            CheckpointError: another save into this folder has removed them, for which they were left of a save that
+                was cut off.
         """
-        if self.leads:
-            commit(self.part, self.folder, index, files=self.files)
-        ranks.exchange()
-        if self.leads:
-            remove_old(self.folder, files=self.files)
+        for each in written:
+            if not os.path.lexists(self.folder / each.name):
+                raise CheckpointError(
+                    f"{self.folder / each.name} is gone: another save into the same folder was under way; one run, and "
+                    "one model of it, saves into a folder"
+                )
 
-    def abandon(self) -> None:
+    def next_sequence(self, ranks: HeartbeatGroup) -> int:
+        """Returns a number above those of all checkpoints next to this one, on all file systems."""
+        mine = next_sequence(self.folder, files=self.files) if self.leads else 1
+        return max(int(each) for each in ranks.exchange(mine))
+
+    def commit(self, index: Index, before: str | None, ranks: HeartbeatGroup) -> None:
+        """Makes the checkpoint the one of the folder on all file systems, or on none.
+
+        Args:
+            index: of the new one.
+            before: id of the one that is replaced.
+            ranks: all of them.
+        """
+        problem: BaseException | None = None
+        if self.leads:
+            try:
+                commit(self.folder, index, files=self.files)
+            except (CheckpointError, FileError) as error:
+                problem = error
+        problems = ranks.exchange(None if problem is None else str(problem))
+        failed = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
+        if failed is not None:
+            if self.leads and problem is None:
+                self._take_back(index.id, before)
+            raise CheckpointError(f"rank {failed[0]}: {failed[1]}") from problem
+        if self.leads:
+            committed = finish_commit(self.folder, index.id, files=self.files)
+            remove_stale(self.folder, committed, files=self.files)
+
+    def _take_back(self, checkpoint_id: str, before: str | None) -> None:
+        """Restores the checkpoint before, since another file system could not commit."""
+        with contextlib.suppress(FileError, CheckpointError):
+            if before is not None:
+                finish_commit(self.folder, before, files=self.files)
+            else:
+                self.files.remove(self.folder / INDEX_NAME, missing_ok=True)
+                self.files.sync_folder(self.folder)
+            abandon(self.folder, checkpoint_id, files=self.files)
+
+    def abandon(self, checkpoint_id: str) -> None:
         """Removes what a save that failed has written, as far as that is possible."""
-        if self.leads and os.path.lexists(self.part):
+        if self.leads:
             with contextlib.suppress(FileError, CheckpointError):
-                remove_checkpoint(self.part, files=self.files)
+                abandon(self.folder, checkpoint_id, files=self.files)
 
     def retain(self, keep: int | None, ranks: HeartbeatGroup) -> None:
         """Keeps the latest steps of the folder around this one; others, and saves that were cut off, go on all file
         systems. Folders that are no steps, and links, are neither counted nor removed."""
-        root = self.folder.parent
-        newest = surplus(newest_checkpoints(root, [], files=self.files), keep) if self.rank == 0 else []
-        names = ranks.exchange([name_of(each) for each in newest])[0]
-        if self.leads:
-            gone = [located(root / name) for name in names]
-            for each in [*filter(is_step_folder, gone), *unfinished(root, self.files)]:
-                remove_checkpoint(each, files=self.files)
+        names: list[str] | None = None
+        if self.rank == 0:
+            found = newest_checkpoints(self.folder.parent, [], files=self.files)
+            names = [each.name for each in surplus(found, keep)]
+            names += unfinished(self.folder.parent, self.files)
+        for name in ranks.exchange(names)[0]:
+            if self.leads and is_step_folder(self.folder.parent / name):
+                remove_checkpoint(self.folder.parent / name, files=self.files)
+        ranks.exchange()

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Part, memory_of, span_count
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of, span_count
 from elixir.chunk.host_buffers import BufferKind, HostBuffers
 from elixir.chunk.memory import Memory
 from elixir.chunk.pages import pinned_zeros
@@ -31,41 +31,69 @@ from elixir.plan.prediction import CHECKPOINT_PART
 WriteSpan = Callable[[str, int, memoryview], None]
 """Takes (key, number of the span, bytes)."""
 
+
 COPIES = "copies for a checkpoint"
 """Kind of host buffers: states that are about to change are copied there, if they are not written yet."""
 ALIGNMENT_BYTES = 64
-"""Alignment of every copy, and of every tensor in one: a cache line, and a multiple of every element."""
+"""Alignment of every area and of every tensor in one: a cache line, and a multiple of every element."""
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a copy takes."""
+    """Bytes that something takes in an area."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class Copies(NamedTuple):
-    """Memory for copies, which the saves of a module share."""
+class SnapshotPool:
+    """Areas of one host buffer, which is made when the first is taken.
 
-    buffers: HostBuffers
-    kind: BufferKind
-    """The one buffer for copies, made when the first is."""
-    pinned: dict[torch.device, torch.Tensor]
-    """By device, memory through which the writer reads it. The next save uses it again, because pinning and freeing
-    make the driver wait for the device."""
+    Args:
+        buffers: get the kind `COPIES`, instead of one that they have.
+        limit_bytes: size of the buffer; 0 is a pool that has no room, so that updates wait for the disk.
+    """
 
-    @staticmethod
-    def of(buffers: HostBuffers, limit_bytes: int) -> Copies:
-        """Gives up the kind that there is, for one of another size; 0 bytes have no room: updates wait for the disk."""
-        kind = BufferKind(COPIES, CHECKPOINT_PART, limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES, 1, at_once=False)
-        buffers.replace(kind)
-        return Copies(buffers, kind, {})
+    def __init__(self, buffers: HostBuffers, limit_bytes: int) -> None:
+        self._buffers, self.limit_bytes = buffers, limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.piece: torch.Tensor | None = None
+        """Pinned memory through which the writer of a save reads a device. The next save uses it again, because pinning
+        and freeing make the driver wait for the device."""
+        buffers.replace(BufferKind(COPIES, CHECKPOINT_PART, self.limit_bytes, count=1, at_once=False))
+
+    def take(self, nbytes: int) -> Memory | None:
+        """Takes an area of `nbytes`; None if it does not fit now."""
+        if nbytes > self.limit_bytes or not self.limit_bytes:
+            return None
+        if not self._buffers.of(COPIES)[0].tensor.nbytes:
+            give_back_freed()  # of the last step
+        return self._buffers.lend_inside(COPIES, aligned(nbytes))
+
+    def give_back(self, area: Memory) -> None:
+        """Frees an area."""
+        self._buffers.give_back(COPIES, area)
+
+
+class LiveTensor(Protocol):
+    """A range of a saved tensor in memory that changes later."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which it is saved."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is saved."""
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """Elements from `first` to `stop`, flat."""
 
 
 class LiveStates(Protocol):
     """The live tensors of one chunk that are saved."""
 
-    def read(self) -> list[Part]:
-        """Waits for the update that was under way when the snapshot was taken, raises what it raised, and returns what
-        is saved; called once, before anything changes."""
+    def wait(self) -> None:
+        """Waits for the update that was under way when the snapshot was taken; raises what it raised."""
+
+    def read(self) -> dict[str, LiveTensor]:
+        """Returns key -> tensor and records small values; called once, before anything changes."""
 
     def check(self) -> None:
         """Raises if anything has changed unannounced since the snapshot was taken."""
@@ -78,20 +106,17 @@ class PartState(enum.Enum):
     """Memory of the chunk holds the bytes; nobody reads it now."""
     WRITING = "writing"
     """Memory of the chunk holds the bytes, and the writer reads it."""
-    HANDED = "handed over"
-    """Memory of the chunk holds the bytes. An update that waits copies them next; it has room for them."""
     COPYING = "copying"
-    """An update copies the bytes."""
+    """The pool has an area for the bytes, into which the updating thread copies."""
     COPIED = "copied"
-    """A host buffer holds the bytes."""
+    """The pool holds the bytes."""
     DONE = "done"
     """All bytes are written, or nobody wants them any more."""
 
 
 _ALLOWED = {
     PartState.LIVE: (PartState.WRITING, PartState.COPYING, PartState.DONE),
-    PartState.WRITING: (PartState.HANDED, PartState.DONE),
-    PartState.HANDED: (PartState.COPYING, PartState.DONE),
+    PartState.WRITING: (PartState.COPYING, PartState.DONE),
     PartState.COPYING: (PartState.COPIED, PartState.DONE),
     PartState.COPIED: (PartState.DONE,),
     PartState.DONE: (),
@@ -102,18 +127,19 @@ _ALLOWED = {
 class _Rest:
     """The part of one tensor that is left to write."""
 
-    part: Part
-    span: int = 0
+    key: str
+    live: LiveTensor
+    span: int
     """Number of the next span."""
     copied: torch.Tensor | None = None
-    """Bytes from that span on, in a host buffer."""
+    """Bytes from that span on, in the pool."""
 
     @property
     def nbytes(self) -> int:
-        return max(0, self.part.nbytes - self.span * SPAN_BYTES)
+        return max(0, self.live.nbytes - self.span * SPAN_BYTES)
 
 
-class _Chunk:
+class _Part:
     """One chunk."""
 
     def __init__(self, states: LiveStates) -> None:
@@ -122,9 +148,10 @@ class _Chunk:
         self.rest: list[_Rest] | None = None
         """The tensors that are left; None until it was read for the first time."""
         self.area: Memory | None = None
-        """Room for a copy."""
+        self.handed_over = False
+        """Whether the writer has left the rest to an update, none of which has begun to copy it."""
         self.arrived: torch.cuda.Event | None = None
-        """Event after the copies, if they come from a device."""
+        """Event after the copies into the pool, if they come from a device."""
         self.lock = threading.Lock()
 
     def to(self, state: PartState) -> None:
@@ -136,9 +163,14 @@ class _Chunk:
         """Returns the data to write, read once: by the writer, or by the first update after the snapshot."""
         with self.lock:
             if self.rest is None:
-                self.rest = [_Rest(part) for part in self.states.read()]
-            self.rest = [each for each in self.rest if each.nbytes]
+                self.states.wait()  # an update from before the snapshot still writes the memory that is read
+                self.rest = [_Rest(key, live, 0) for key, live in self.states.read().items() if live.nbytes]
             return self.rest
+
+    @property
+    def rest_bytes(self) -> int:
+        """Room that a copy takes in the pool."""
+        return sum(aligned(each.nbytes) for each in self.rest or ())
 
 
 class Snapshot:
@@ -146,13 +178,13 @@ class Snapshot:
 
     Args:
         chunks: in the order in which they are updated next.
-        copies: memory for copies.
+        pool: for copies.
         device: where compute runs.
     """
 
-    def __init__(self, chunks: Sequence[LiveStates], copies: Copies, device: torch.device) -> None:
-        self._chunks = [_Chunk(states) for states in chunks]
-        self._copies, self._device = copies, device
+    def __init__(self, chunks: Sequence[LiveStates], pool: SnapshotPool, device: torch.device) -> None:
+        self._parts = [_Part(states) for states in chunks]
+        self._pool, self._device = pool, device
         self._turn = threading.Condition()
         self._wanted: list[int] = []
         """Chunks that an update waits for or has waited for, first come first."""
@@ -170,64 +202,68 @@ class Snapshot:
 
     def release(self, index: int) -> None:
         """Returns when nothing is read from the memory of a chunk's states, which are about to change."""
-        chunk, copies = self._chunks[index], False
+        part, area = self._parts[index], None
         started = time.perf_counter()
         try:
             with self._turn:
                 self._begun = True
-                if chunk.state is PartState.DONE:
+                if part.state is PartState.DONE:
                     return
-            chunk.read()
+            part.read()
             with self._turn:
-                if chunk.state is not PartState.LIVE or not self._has_room(chunk):
+                area = self._area_of(part)
+                if area is None:
                     self._wanted.append(index)
                     # The writer, or another update, reads this chunk's live memory, which the caller is about to
                     # change.
-                    over = (PartState.DONE, PartState.COPIED, PartState.HANDED)
-                    self._turn.wait_for(lambda: chunk.state in over)
-                    if chunk.state is not PartState.HANDED:
-                        return
-                chunk.to(PartState.COPYING)
-                copies = True
-            self._copy(chunk)
+                    self._turn.wait_for(lambda: part.state in (PartState.DONE, PartState.COPIED) or part.handed_over)
+                    area, part.handed_over = part.area if part.handed_over else None, False
+            if area is not None:
+                self._copy(part, area)
         except BaseException as error:
             # The update must go on, and a checkpoint of half a chunk is none.
-            self._give_up(error, chunk if copies else None)
+            with self._turn:
+                self._given_up = self._given_up or error  # before the writer finds nothing left to write
+                if part.state is PartState.COPYING and (area is not None or part.handed_over):
+                    part.to(PartState.DONE)
+                    if self._device.type == "cuda":
+                        # What was queued still fills the area, which another save may get.
+                        torch.cuda.current_stream(self._device).synchronize()
+                    self._drop(part)
+            self._give_up()
             if not isinstance(error, Exception):  # such as an interrupt, which is for the caller
                 raise
         finally:
             with self._turn:  # the CPU-Adam thread and the thread of the device's steps both add to it
                 self.stall_s += time.perf_counter() - started
 
-    def _has_room(self, chunk: _Chunk) -> bool:
-        """Whether there is room for a copy of what is left of a chunk, which it then has."""
-        buffers, limit_bytes = self._copies.buffers, self._copies.kind.buffer_bytes
-        nbytes = sum(aligned(each.nbytes) for each in chunk.rest or ())
-        if nbytes > limit_bytes or not limit_bytes:
-            return False
-        if not buffers.of(COPIES)[0].tensor.nbytes:
-            give_back_freed()  # of the last step
-        chunk.area = buffers.lend_inside(COPIES, nbytes)
-        return chunk.area is not None
+    def _area_of(self, part: _Part) -> Memory | None:
+        """Takes an area of the pool for the chunk; None while it is read, or without room."""
+        if part.state is not PartState.LIVE:
+            return None
+        part.area = self._pool.take(part.rest_bytes)
+        if part.area is not None:
+            part.to(PartState.COPYING)
+        return part.area
 
-    def _copy(self, chunk: _Chunk) -> None:
+    def _copy(self, part: _Part, area: Memory) -> None:
         at, by_device = 0, False
-        assert chunk.area is not None
-        for each in chunk.rest or ():
-            size = each.part.dtype.itemsize
-            each.copied = chunk.area.tensor[at : at + each.nbytes]
-            values = each.part.values(each.span * SPAN_BYTES // size, each.part.numel)
+        for each in part.read():
+            size = each.live.dtype.itemsize
+            first = each.span * SPAN_BYTES // size
+            each.copied = area.tensor[at : at + each.nbytes]
+            values = each.live.values(first, each.live.nbytes // size)
             by_device |= values.is_cuda
             # On a device this is queued after compute, and before the step that replaces the values.
-            each.copied.view(each.part.dtype).copy_(values, non_blocking=True)
+            each.copied.view(each.live.dtype).copy_(values, non_blocking=True)
             at += aligned(each.nbytes)
-        chunk.states.check()
+        part.states.check()
         self.copied_bytes += at
         # Copies from host memory are there by now: an event would only have the writer wait for compute.
         arrived = self._recorded() if by_device else None
         with self._turn:
-            chunk.arrived = arrived
-            chunk.to(PartState.COPIED)
+            part.arrived = arrived
+            part.to(PartState.COPIED)
             self._turn.notify_all()
 
     def write(self, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
@@ -241,7 +277,8 @@ class Snapshot:
             CheckpointError: the states of a chunk could not be copied.
         """
         while (index := self._next()) is not None:
-            self._write_chunk(index, write_span, heartbeat)
+            part = self._parts[index]
+            self._write_part(index, part, write_span, heartbeat)
 
     def _next(self) -> int | None:
         """Chooses the chunk to write now: one that an update waits for, then live ones, then copies. None: all are
@@ -249,15 +286,16 @@ class Snapshot:
         with self._turn:
             while True:
                 self._refuse_given_up()
-                live = [i for i, chunk in enumerate(self._chunks) if chunk.state is PartState.LIVE]
-                copied = [i for i, chunk in enumerate(self._chunks) if chunk.state is PartState.COPIED]
+                live = [i for i, part in enumerate(self._parts) if part.state is PartState.LIVE]
+                copied = [i for i, part in enumerate(self._parts) if part.state is PartState.COPIED]
                 waiting = [i for i in self._wanted if i in live]
                 found = waiting or (live[::-1] if self._begun else live) or copied
                 if found:
-                    if live:
-                        self._chunks[found[0]].to(PartState.WRITING)
+                    part = self._parts[found[0]]
+                    if part.state is PartState.LIVE:
+                        part.to(PartState.WRITING)
                     return found[0]
-                if all(chunk.state is PartState.DONE for chunk in self._chunks):
+                if all(part.state is PartState.DONE for part in self._parts):
                     return None
                 self._turn.wait()  # until the last copy is made
 
@@ -265,58 +303,51 @@ class Snapshot:
         if self._given_up is not None:
             raise CheckpointError(f"the states of a step could not be read: {self._given_up}") from self._given_up
 
-    def _write_chunk(self, index: int, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
-        chunk = self._chunks[index]
-        copied = chunk.state is PartState.COPIED
-        if copied and chunk.arrived is not None:
-            chunk.arrived.synchronize()  # the device makes the copies
-        for each in chunk.read():
+    def _write_part(self, index: int, part: _Part, write_span: WriteSpan, heartbeat: Callable[[], None]) -> None:
+        rest = part.read()
+        copied = part.state is PartState.COPIED
+        if copied and part.arrived is not None:
+            part.arrived.synchronize()  # the copies in the pool are made by the device
+        while rest:
+            each = rest[0]
             for number, data in self._spans(each):
-                write_span(each.part.key, number, data)
+                write_span(each.key, number, data)
                 each.span = number + 1
                 del data
                 heartbeat()
-                if not copied and self._hand_over(index):
+                if not copied and self._hand_over(index, part):
                     return
+            rest.pop(0)
         if not copied:
-            chunk.states.check()
+            part.states.check()
         with self._turn:
             self._refuse_given_up()
-            self._finish(chunk)
-
-    def _hand_over(self, index: int) -> bool:
-        """Whether an update that waits for this chunk copies the rest of it, since there is room now."""
-        chunk = self._chunks[index]
-        with self._turn:
-            self._refuse_given_up()
-            if index not in self._wanted or not chunk.read() or not self._has_room(chunk):
-                return False
-            chunk.to(PartState.HANDED)
+            part.to(PartState.DONE)
+            self._drop(part)
             self._turn.notify_all()
-            return True
 
     def _spans(self, each: _Rest) -> Iterator[tuple[int, memoryview]]:
         """Yields the spans that are left of one tensor; the bytes stay as they are until the next span is asked for."""
-        size, base = each.part.dtype.itemsize, each.span * SPAN_BYTES
-        for number in range(each.span, span_count(each.part.nbytes)):
-            first, stop = number * SPAN_BYTES, min((number + 1) * SPAN_BYTES, each.part.nbytes)
-            if each.copied is not None:
-                values = each.copied[first - base : stop - base]
-            else:
-                values = each.part.values(first // size, stop // size)
+        size, source, base = each.live.dtype.itemsize, each.copied, each.span
+        for number in range(each.span, span_count(each.live.nbytes)):
+            first, stop = number * SPAN_BYTES, min((number + 1) * SPAN_BYTES, each.live.nbytes)
+            if source is not None:
+                yield number, memory_of(source[first - base * SPAN_BYTES : stop - base * SPAN_BYTES])
+                continue
+            values = each.live.values(first // size, stop // size)
             yield number, memory_of(values if values.device.type == "cpu" else self._from_device(values))
 
     def _from_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copies values on a device to pinned memory, which the next copy overwrites."""
-        pinned = self._copies.pinned
-        if self._device not in pinned:
-            pinned[self._device] = pinned_zeros(SPAN_BYTES, self._device)
+        pinned = self._pool.piece
+        if pinned is None:
+            pinned = self._pool.piece = pinned_zeros(SPAN_BYTES, self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             if self._taken is not None:
                 # The values are those after the step that was submitted before the save.
                 self._stream.wait_event(self._taken)
-        piece = pinned[self._device][: values.nbytes].view(values.dtype)
+        piece = pinned[: values.nbytes].view(values.dtype)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             piece.copy_(values, non_blocking=True)
         self._stream.synchronize()  # the caller reads the piece, and the next step may replace the values
@@ -329,48 +360,54 @@ class Snapshot:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _finish(self, chunk: _Chunk) -> None:
-        """Ends with a chunk and frees its copy; called in turn."""
-        if chunk.state is not PartState.DONE:
-            chunk.to(PartState.DONE)
-        if chunk.area is not None:
-            if chunk.arrived is not None:
-                chunk.arrived.synchronize()  # the device still copies into the area, which another save may get
-            self._copies.buffers.give_back(COPIES, chunk.area)
-        chunk.area, chunk.rest = None, []
-        self._turn.notify_all()
-
-    def _give_up(self, error: BaseException, copying: _Chunk | None) -> None:
-        """Gives up what is not written yet, since an update could not be held up: updates go on.
-
-        Args:
-            error: of the update.
-            copying: the chunk that it was copying.
-        """
+    def _hand_over(self, index: int, part: _Part) -> bool:
+        """Whether an update that waits for this chunk copies the rest of it, since there is room now."""
         with self._turn:
-            self._given_up = self._given_up or error  # before the writer finds nothing left to write
-            if copying is not None and self._device.type == "cuda":
-                # What was queued still fills the area, which another save may get.
-                torch.cuda.current_stream(self._device).synchronize()
-            for chunk in self._chunks:
-                busy = chunk.state in (PartState.COPYING, PartState.WRITING)
-                if chunk is copying or not busy:
-                    self._finish(chunk)
+            self._refuse_given_up()
+            if index not in self._wanted:
+                return False
+            part.rest = [each for each in part.read() if each.nbytes]
+            if not part.rest:
+                return False
+            area = self._pool.take(part.rest_bytes)
+            if area is None:
+                return False
+            part.area, part.handed_over = area, True
+            part.to(PartState.COPYING)
             self._turn.notify_all()
+            return True
+
+    def _drop(self, part: _Part) -> None:
+        if part.area is not None:
+            if part.arrived is not None:
+                part.arrived.synchronize()  # the device still copies into the area, which another save may get
+            self._pool.give_back(part.area)
+        part.area, part.rest, part.handed_over = None, [], False
 
     def wait_for_live(self) -> None:
         """Waits until nothing is read from live memory."""
         with self._turn:
             # The caller writes to chunks without asking one by one, such as a load or a move to another plan.
-            over = (PartState.COPIED, PartState.DONE)
-            self._turn.wait_for(lambda: all(chunk.state in over for chunk in self._chunks))
+            self._turn.wait_for(lambda: all(part.state in (PartState.COPIED, PartState.DONE) for part in self._parts))
+
+    def _give_up(self) -> None:
+        """Gives up what is not written yet: updates go on, and the pool is free."""
+        with self._turn:
+            for part in self._parts:
+                if part.state not in (PartState.DONE, PartState.COPYING, PartState.WRITING):
+                    part.to(PartState.DONE)
+                    self._drop(part)
+            self._turn.notify_all()
 
     def end(self) -> None:
         """Ends the snapshot after its writer has ended, well or not: nothing is read any more."""
         with self._turn:
-            # An updating thread still copies into areas, which are given back next.
-            self._turn.wait_for(lambda: all(chunk.state is not PartState.COPYING for chunk in self._chunks))
-            for chunk in self._chunks:
-                self._finish(chunk)
-                vars(chunk).pop("states", None)  # a save that the caller keeps must not keep chunks, which may move
-            vars(self).pop("_copies", None)  # nor memory for copies of a module that may be closed
+            # An updating thread still copies into areas of the pool, which are given back next.
+            self._turn.wait_for(lambda: all(part.state is not PartState.COPYING for part in self._parts))
+            for part in self._parts:
+                if part.state is not PartState.DONE:
+                    part.to(PartState.DONE)
+                self._drop(part)
+                vars(part).pop("states", None)  # a save that the caller keeps must not keep chunks, which may move
+            vars(self).pop("_pool", None)  # nor memory for copies of a module that may be closed
+            self._turn.notify_all()

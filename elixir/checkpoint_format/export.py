@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.folder import one_checkpoint
-from elixir.checkpoint_format.part_writer import safetensors_header
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
+from elixir.checkpoint_format.run_folders import one_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of
+from elixir.checkpoint_format.slice_reader import SliceReader
+from elixir.checkpoint_format.slices import safetensors_header
 from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
 from elixir.memory_order import shaped
@@ -76,7 +76,7 @@ def export_hf(
     settings = _settings(config)
     made: list[tuple[Path, Path]] = []
     renamed: list[Path] = []
-    with SavedCheckpoint(one_checkpoint(folder, files=files), files=files) as reader:
+    with SliceReader(one_checkpoint(folder, files=files), files=files) as reader:
         shards = _shards(reader, wanted, largest)
         try:
             files.make_folder(target)
@@ -116,7 +116,7 @@ def export_hf(
     return target
 
 
-def _shards(reader: SavedCheckpoint, wanted: torch.dtype | None, largest: int) -> list[dict[str, _Exported]]:
+def _shards(reader: SliceReader, wanted: torch.dtype | None, largest: int) -> list[dict[str, _Exported]]:
     """Names -> tensor for each file, in the order in which they are saved."""
     shards: list[dict[str, _Exported]] = [{}]
     room = largest
@@ -137,7 +137,7 @@ def _shards(reader: SavedCheckpoint, wanted: torch.dtype | None, largest: int) -
     return shards
 
 
-def _write_shard(reader: SavedCheckpoint, path: Path, shard: Mapping[str, _Exported], files: Files) -> None:
+def _write_shard(reader: SliceReader, path: Path, shard: Mapping[str, _Exported], files: Files) -> None:
     header = safetensors_header({name: (each.dtype, each.shape) for name, each in shard.items()}, {"format": "pt"})
     at = len(header)
     with files.create(
@@ -151,13 +151,16 @@ def _write_shard(reader: SavedCheckpoint, path: Path, shard: Mapping[str, _Expor
                 file.write(memory_of(whole.contiguous()), at)
                 at += each.nbytes
                 continue
-            # Through one buffer, since malloc keeps what is freed in between.
-            values = torch.empty(min(SPAN_BYTES // saved.itemsize, saved.numel), dtype=saved.torch_dtype, device="cpu")
-            cast = values if each.dtype == values.dtype else torch.empty_like(values, dtype=each.dtype)
-            for span in saved.spans(0, saved.numel):
-                count = span.stop - span.start
-                reader.read_into(each.key, span.start, values[:count])
-                file.write(memory_of(cast[:count].copy_(values[:count])), at + span.start * each.dtype.itemsize)
+            # From span to span of the saved pieces, so that each is read once; through one buffer, since malloc keeps
+            # what is freed in between.
+            step = max(1, min(SPAN_BYTES // saved.itemsize, saved.numel))
+            span = torch.empty(step, dtype=saved.torch_dtype, device="cpu")
+            cast = span if each.dtype == span.dtype else torch.empty_like(span, dtype=each.dtype)
+            for piece in saved.pieces:
+                for start in range(piece.start, piece.stop, step):
+                    count = min(step, piece.stop - start)
+                    reader.read_into(each.key, start, span[:count])
+                    file.write(memory_of(cast[:count].copy_(span[:count])), at + start * each.dtype.itemsize)
             at += each.nbytes
         file.sync()
         file.drop_cache()

@@ -18,6 +18,7 @@ from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
 from elixir.units import MIB
 
 INDEX_NAME = "index.json"
+PREVIOUS_NAME = "index.previous.json"
 LARGEST_INDEX_BYTES = 128 * MIB
 """Limit on the size of an index: that of OPT-175B with fp32 states, each tensor cut in eight, has 10 MB. Parsing
 takes many times the bytes of the file."""

@@ -1,42 +1,22 @@
-"""A checkpoint on disk, opened without ranks and without a model: its tensors, weights, optimizer states and values.
-
-Any range of any tensor is read span by span, and every span that is touched is checked.
-"""
+"""A checkpoint on disk, opened without ranks and without a model: its tensors, weights, optimizer states and values."""
 
 from __future__ import annotations
 
-import errno
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.folder import located, read_index
-from elixir.checkpoint_format.index import INDEX_NAME, Index, scale_key
-from elixir.checkpoint_format.part_writer import header_in_index
-from elixir.checkpoint_format.saved_tensor import (
-    SPAN_BYTES,
-    STORED_DTYPES,
-    SavedTensor,
-    Span,
-    memory_of,
-    scalar_state,
-)
+from elixir.checkpoint_format.index import INDEX_NAME, scale_key
+from elixir.checkpoint_format.saved_tensor import STORED_DTYPES, scalar_state
+from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.checkpoint_format.values import decode
-from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError, unknown_name
-from elixir.files import FILES, File, Files, PathLike
+from elixir.errors import CheckpointCorrupt, CheckpointError, InputError, unknown_name
+from elixir.files import FILES, Files, PathLike
 from elixir.memory_order import shaped
 from elixir.optimizer_states import decode_signed, decode_unsigned
 from elixir.units import parse_dtype
 
-OPEN_FILES = 16
-"""Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
-READING_THREADS = 4
-"""Threads that read and check spans. One waits for the drive while others check what they have read."""
 _SCALED = {"exp_avg": decode_signed, "exp_avg_sq": decode_unsigned}
 
 
@@ -61,224 +41,8 @@ def open_checkpoint(folder: PathLike, *, files: Files = FILES) -> SavedCheckpoin
     return saved
 
 
-def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:
-    """Reads and checks all of a checkpoint; returns what is wrong with it.
-
-    Raises:
-        CheckpointNotFound: there is no checkpoint.
-    """
-    try:
-        with SavedCheckpoint(folder, files=files) as reader:
-            return tuple(reader.problems())
-    except CheckpointCorrupt as error:  # of the index itself
-        return (error,)
-
-
-class _Read(NamedTuple):
-    """A whole span, to be read into `view` and checked."""
-
-    file: File
-    key: str
-    span: Span
-    view: memoryview
-
-
-class SavedCheckpoint:
-    """A checkpoint to read from, by one thread at a time. It keeps the index in memory, and next to what is asked for
-    one span.
-
-    Args:
-        folder: of the checkpoint.
-        index: of it, where it is known already.
-        files: the operations it uses.
-
-    Raises:
-        CheckpointNotFound: there is no checkpoint.
-        CheckpointCorrupt: the index is damaged.
-    """
-
-    def __init__(self, folder: PathLike, index: Index | None = None, *, files: Files = FILES) -> None:
-        self.folder, self._files = Path(folder) if index is not None else located(folder, files=files), files
-        self.index = index if index is not None else read_index(self.folder, files=files)
-        self._open: OrderedDict[str, File] = OrderedDict()
-        self._scratch = bytearray()
-        self._pool: ThreadPoolExecutor | None = None
-        self._batch: list[_Read] = []
-        self._batch_bytes = 0
-        self._begun: list[Future[None]] = []
-
-    def tensor(self, key: str) -> SavedTensor:
-        """Returns the entry of a tensor; `CheckpointError` if it has none."""
-        found = self.index.tensors.get(key)
-        if found is None:
-            count = len(self.index.tensors)
-            raise CheckpointError(f"{self.folder} holds no {key!r}; it has {count} tensors, see keys()")
-        return found
-
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor, in host memory and in the order in which they are saved
-        (`SavedTensor.order`)."""
-        saved, stop = self.in_range(key, start, stop)
-        out = torch.empty(stop - start, dtype=saved.torch_dtype, device="cpu")
-        self.read_into(key, start, out)
-        return out
-
-    def in_range(self, key: str, start: int, stop: int | None) -> tuple[SavedTensor, int]:
-        """Returns the entry of a tensor, and `stop` or its end; `InputError` for a range outside of it."""
-        saved = self.tensor(key)
-        stop = saved.numel if stop is None else stop
-        if not 0 <= start <= stop <= saved.numel:
-            raise InputError(f"{key} has {saved.numel} elements, asked for {start} to {stop}")
-        return saved, stop
-
-    def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fills a contiguous tensor in host memory with the elements from `start` on; see `begin_to_read`."""
-        try:
-            self.begin_to_read(key, start, out)
-        finally:
-            self.finish()
-
-    def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Starts to fill a contiguous tensor in host memory with the elements from `start` on; `finish` ends it.
-
-        After an error `out` may hold anything. `finish` raises what this does not.
-
-        Raises:
-            CheckpointCorrupt: a span that is touched does not have its checksum, or its file is too short or missing.
-        """
-        saved, stop = self.tensor(key), start + out.numel()
-        if out.dtype != saved.torch_dtype or start < 0 or stop > saved.numel:
-            raise InputError(
-                f"{key} has {saved.numel} elements of {saved.dtype}, asked for {start} to {stop} of {out.dtype}"
-            )
-        view, size = memory_of(out), saved.itemsize
-        for span in saved.spans(start, stop):
-            first, last = max(start, span.start), min(stop, span.stop)
-            target = view[(first - start) * size : (last - start) * size]
-            if last - first == span.stop - span.start:
-                read = _Read(self._file(span.piece.file), key, span, target)  # which may send the batch
-                # With others of small tensors, since handing one over costs as much as reading 100 KB.
-                self._batch.append(read)
-                self._batch_bytes += len(target)
-                if self._batch_bytes >= SPAN_BYTES:
-                    self._send()
-            else:
-                target[:] = self._span(key, span)[(first - span.start) * size : (last - span.start) * size]
-
-    def _send(self) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READING_THREADS, "elixir load")
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        self._begun.append(self._pool.submit(self._read_batch, batch))
-
-    def finish(self) -> None:
-        """Reads what is left, and waits for all that `begin_to_read` has begun; raises what went wrong first."""
-        batch, begun = self._batch, self._begun
-        self._batch, self._batch_bytes, self._begun = [], 0, []
-        try:
-            self._read_batch(batch)
-        finally:
-            wait(begun)  # the threads write to the callers' tensors
-            for each in begun:
-                each.result()
-
-    def _span(self, key: str, span: Span) -> memoryview:
-        """Reads a span to memory that the next one overwrites."""
-        self._scratch = self._scratch or bytearray(SPAN_BYTES)
-        view = memoryview(self._scratch)[: (span.stop - span.start) * self.tensor(key).itemsize]
-        self._read_batch([_Read(self._file(span.piece.file), key, span, view)])
-        return view
-
-    def _read_batch(self, batch: list[_Read]) -> None:
-        for each in batch:
-            piece, nbytes = each.span.piece, len(each.view)
-            offset = piece.offset + each.span.number * SPAN_BYTES
-            try:
-                count = each.file.read_into(each.view, offset)
-            except FileError as error:
-                raise CheckpointError(f"{each.key} cannot be read: {error}") from error
-            problem = ""
-            if count < nbytes:
-                problem = f"ends at byte {offset + count}, expected {offset + nbytes}"
-            elif checksum(each.view) != piece.checksums[each.span.number]:
-                problem = f"wrong checksum of bytes {offset} to {offset + nbytes}"
-            if problem:
-                raise CheckpointCorrupt(problem, path=self.folder / piece.file, key=each.key)
-
-    def _file(self, name: str) -> File:
-        """Opens a file of the checkpoint; `CheckpointCorrupt` if it is missing or of another size."""
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        self.check_file(name)
-        if len(self._open) >= OPEN_FILES:
-            if self._batch:
-                self._send()
-            wait(self._begun)  # a thread may read the file that is closed
-            self._begun = [each for each in self._begun if each.exception() is not None]
-        while len(self._open) >= OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
-        try:
-            self._open[name] = self._files.open(self.folder / name)
-        except FileError as error:
-            raise CheckpointError(str(error)) from error
-        return self._open[name]
-
-    def check_file(self, name: str) -> None:
-        """`CheckpointCorrupt` where a file that the index names is missing, no file, or of another size."""
-        path, expected = self.folder / name, self.index.files[name]
-        try:
-            size = self._files.size(path)
-        except FileError as error:
-            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
-                problem = "missing" if error.errno == errno.ENOENT else error.strerror
-                raise CheckpointCorrupt(f"{problem}; the index says it has {expected} bytes", path=path) from None
-            raise CheckpointError(str(error)) from error
-        if size != expected:
-            raise CheckpointCorrupt(f"has {size} bytes, the index says {expected}", path=path)
-
-    def problems(self) -> Iterator[CheckpointError]:
-        """Reads everything and yields an error for every file, header and span that is not what the index says."""
-        whole = set()
-        for name in self.index.files:
-            try:
-                self._check_header(name)
-                whole.add(name)
-            except CheckpointError as error:
-                yield error
-        for key, saved in self.index.tensors.items():
-            for span in saved.spans(0, saved.numel):
-                try:
-                    if span.piece.file in whole:
-                        self._span(key, span)
-                except CheckpointError as error:
-                    yield error
-
-    def _check_header(self, name: str) -> None:
-        expected = header_in_index(name, self.index.tensors)
-        found = bytearray(len(expected))
-        try:
-            count = self._file(name).read_into(found, 0)
-        except FileError as error:
-            raise CheckpointError(str(error)) from error
-        if count < len(found) or found != expected:
-            raise CheckpointCorrupt("the header is not the one that the index describes", path=self.folder / name)
-
-    def close(self) -> None:
-        """Closes the files, once nothing reads them."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def __enter__(self) -> SavedCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # --- what is saved ------------------------------------------------------------------------------------------------
+class SavedCheckpoint(SliceReader):
+    """A checkpoint to read from, by one thread at a time. Nothing is held in memory but the index."""
 
     @property
     def step(self) -> int | None:

@@ -1,17 +1,14 @@
-"""Tensors of a checkpoint: the part that a rank has of each, and the pieces on disk, with checksums of their spans."""
+"""Tensors of a checkpoint: how each is cut into pieces, which file a piece lies in, and the checksums of its spans."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from elixir.errors import InputError, StateError
+from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.units import MIB, dtype_name
 
@@ -45,60 +42,6 @@ _TOO_MANY_BYTES = 2**63
 """torch counts bytes in 64 bits. For an empty tensor it counts as if sizes of 0 were 1."""
 
 
-def _unread(first: int, stop: int) -> torch.Tensor:
-    raise StateError("this part of a tensor is only described")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a tensor that a rank has: a range of the flattened tensor, and the way to read it."""
-
-    key: str
-    """Kind and name, such as ``exp_avg/0.weight``."""
-    shape: tuple[int, ...]
-    """The whole tensor's."""
-    dtype: torch.dtype
-    start: int
-    """First element."""
-    numel: int
-    block_numel: int | None = None
-    """See `SavedTensor.block_numel`."""
-    order: Order | None = None
-    """See `SavedTensor.order`."""
-    values: Callable[[int, int], torch.Tensor] = field(default=_unread, compare=False)
-    """Returns elements of the part, flat, from a first to a last one; what they are now."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in SAFETENSORS_NAMES:
-            raise InputError(
-                f"{self.key}: {self.dtype} cannot be saved; convert it to one of {sorted(SAFETENSORS_NAMES.values())}"
-            )
-        whole = math.prod(self.shape)
-        if not (self.start >= 0 and self.numel >= 0 and self.start + self.numel <= whole):
-            raise InputError(f"{self.key}: elements {self.start} to {self.start + self.numel} of {whole} make no sense")
-
-    @staticmethod
-    def whole(key: str, tensor: torch.Tensor) -> Part:
-        """All of a tensor in memory."""
-        flat = tensor.detach().reshape(-1)
-        return Part(key, tuple(tensor.shape), flat.dtype, 0, flat.numel(), values=lambda a, b: flat[a:b])
-
-    @property
-    def kind(self) -> str:
-        """Kind of the tensor, such as ``exp_avg``."""
-        return self.key.partition("/")[0]
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter."""
-        return self.key.partition("/")[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return self.numel * self.dtype.itemsize
-
-
 @dataclass(frozen=True)
 class Piece:
     """A range of a flattened tensor, and where it lies."""
@@ -125,20 +68,6 @@ class Piece:
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
-
-
-_START = attrgetter("start")
-
-
-class Span(NamedTuple):
-    """A range of a piece that is written, checked and read at once."""
-
-    piece: Piece
-    number: int
-    """Place in the piece."""
-    start: int
-    """First element of the tensor."""
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -190,17 +119,6 @@ class SavedTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.numel * self.itemsize
-
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Yields the spans that have elements from `start` to `stop`, in order."""
-        numel = SPAN_BYTES // self.itemsize
-        for piece in self.pieces[max(0, bisect_right(self.pieces, start, key=_START) - 1) :]:
-            if piece.start >= stop:
-                return
-            first = max(0, start - piece.start) // numel
-            for number in range(first, -(-(min(stop, piece.stop) - piece.start) // numel)):
-                begin = piece.start + number * numel
-                yield Span(piece, number, begin, min(begin + numel, piece.stop))
 
     def uncovered(self) -> str:
         """Says why the pieces are not the whole tensor exactly once, in order; empty if they are."""

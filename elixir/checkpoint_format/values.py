@@ -11,8 +11,8 @@ import math
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,37 +45,8 @@ def encode(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
     Raises:
         InputError: something else is in it; the message says where.
     """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def encoded(value: Any, where: str, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise InputError(
-                f"{where[:200]}: more than {DEEPEST} containers in each other, perhaps one that contains itself"
-            )
-
-        def inside(item: Any, name: str) -> Any:
-            return encoded(item, f"{where}{name}", depth + 1)
-
-        kind = type(value)  # not isinstance: a subclass would come back as something else
-        if kind is list:
-            return _items(value, inside)
-        if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
-            return {key: inside(item, f".{key}") for key, item in value.items()}
-        if _is_plain(value, kind):
-            return value
-        if kind in _KINDS:
-            return {_TAG: kind.__name__, _KINDS[kind].field: _KINDS[kind].encode(value, inside)}
-        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.name in _NUMPY:
-            raw = np.asarray(value).astype(_numpy_dtype(value.dtype.name)).tobytes()
-            return {_TAG: "numpy", "dtype": value.dtype.name, "hex": raw.hex()}
-        tag, flat, dtype = _flat(value, where)
-        name = f"value/{where}"
-        if name in tensors:  # two paths that read the same, such as of the keys 1.0 and '1.0]'
-            name = f"{name}#{len(tensors)}"
-        tensors[name] = flat
-        return {_TAG: tag, "key": name, "dtype": dtype, "shape": list(value.shape)}
-
-    return encoded(value, key, 0), tensors
+    encoder = _Encoder()
+    return encoder.encode(value, key, 0), encoder.tensors
 
 
 def decode(data: Any, read: Callable[[str], torch.Tensor], *, path: str | os.PathLike[str], key: str) -> Any:
@@ -90,157 +61,174 @@ def decode(data: Any, read: Callable[[str], torch.Tensor], *, path: str | os.Pat
     Raises:
         CheckpointCorrupt: the JSON is none that `encode` gives; the error says where.
     """
+    return _Decoder(read, path).decode(data, key, 0)
 
-    def decoded(data: Any, depth: int) -> Any:
+
+def _number(value: complex) -> Any:
+    if type(value) is int:
+        return value if -_PLAIN_INT < value < _PLAIN_INT else {_TAG: "int", "hex": hex(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "hex": value.hex()}
+    return {_TAG: "complex", "hex": [value.real.hex(), value.imag.hex()]}
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, where: str, depth: int) -> Any:
         if depth > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} containers in each other")
+            raise InputError(
+                f"{where[:200]}: more than {DEEPEST} containers in each other, perhaps one that contains itself"
+            )
+        kind = type(value)  # not isinstance: a subclass would come back as something else
+        if value is None or kind in (bool, str):
+            return value
+        if kind in (int, float, complex):
+            return _number(value)
+        if kind in (bytes, bytearray):
+            return {_TAG: kind.__name__, "base64": base64.b64encode(value).decode("ascii")}
+        if kind is list:
+            return self._items(value, where, depth)
+        if kind in (tuple, set, frozenset):
+            items = self._items(value, where, depth)
+            # The order of a set means nothing and differs between processes.
+            return {_TAG: kind.__name__, "items": items if kind is tuple else sorted(items, key=repr)}
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(value, where, depth)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return self._tensor(value, where)
+        if kind is np.ndarray:
+            return self._array(value, where)
+        if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.name in _NUMPY:
+            raw = np.asarray(value).astype(_numpy_dtype(value.dtype.name)).tobytes()
+            return {_TAG: "numpy", "dtype": value.dtype.name, "hex": raw.hex()}
+        raise InputError(
+            f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved; give plain values (None, bool, int, "
+            "float, str, bytes, list, tuple, dict, set, tensors, numpy), or an object with state_dict and "
+            "load_state_dict"
+        )
 
-        def inside(item: Any, name: str = "") -> Any:
-            return decoded(item, depth + 1)
+    def _items(self, values: Any, where: str, depth: int) -> list[Any]:
+        return [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(values)]
 
+    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+        if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+            return {key: self.encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        pairs = []
+        for key, item in value.items():
+            encoded = self.encode(key, f"key {key!r:.60} of {where}", depth + 1)
+            pairs.append([encoded, self.encode(item, f"{where}[{key!r:.60}]", depth + 1)])
+        return {_TAG: type(value).__name__, "pairs": pairs}
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Any:
+        known = value.dtype in SAFETENSORS_NAMES or value.dtype is torch.complex128
+        if value.layout is not torch.strided or value.is_meta or not known:
+            raise InputError(f"{where}: a tensor of {value.dtype}, {value.layout}, on {value.device} cannot be saved")
+        flat = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().reshape(-1)
+        dtype = dtype_name(value.dtype)
+        return {_TAG: "tensor", "key": self._keep(flat, where), "dtype": dtype, "shape": list(value.shape)}
+
+    def _array(self, value: np.ndarray[Any, Any], where: str) -> Any:
+        if value.dtype.name not in _NUMPY:
+            raise InputError(f"{where}: an array of {value.dtype} cannot be saved")
+        dtype = _numpy_dtype(value.dtype.name)
+        flat = torch.from_numpy(np.array(value, dtype=dtype, order="C", copy=True).reshape(-1).view(np.uint8))
+        name = value.dtype.name if value.dtype == dtype else _BIG + value.dtype.name
+        return {_TAG: "array", "key": self._keep(flat, where), "dtype": name, "shape": list(value.shape)}
+
+    def _keep(self, flat: torch.Tensor, where: str) -> str:
+        key = f"value/{where}"
+        if key in self.tensors:  # two paths that read the same, such as of the keys 1.0 and '1.0]'
+            key = f"{key}#{len(self.tensors)}"
+        self.tensors[key] = torch.view_as_real(flat).reshape(-1) if flat.dtype is torch.complex128 else flat
+        return key
+
+
+class _Decoder:
+    def __init__(self, read: Callable[[str], torch.Tensor], path: str | os.PathLike[str]) -> None:
+        self._read, self._path = read, path
+
+    def decode(self, data: Any, where: str, depth: int) -> Any:
+        if depth > DEEPEST:
+            raise self._wrong(f"more than {DEEPEST} containers in each other", where)
         if isinstance(data, list):
-            return _items(data, inside)
+            return self._items(data, where, depth)
         if not isinstance(data, dict):
             return data  # None, a number or text of an index, which has no other
         if _TAG not in data:
-            return {name: inside(item) for name, item in data.items()}
-        tag, fields = data[_TAG], {name: item for name, item in data.items() if name != _TAG}
-        if tag == "numpy":
-            return _scalar(**fields)
-        if tag in ("tensor", "array"):
-            return _unflat(tag, read, **fields)
-        kind = next((kind for kind in _KINDS if kind.__name__ == tag), None)
-        if kind is None or list(fields) != [_KINDS[kind].field]:
-            raise ValueError(f"no value of kind {tag!r:.40} with {sorted(fields)} is known to this version of Elixir")
-        return _KINDS[kind].decode(fields[_KINDS[kind].field], inside)
+            return {key: self.decode(item, f"{where}.{key}", depth + 1) for key, item in data.items()}
+        try:
+            return self._tagged(data, where, depth)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self._wrong(f"not what was saved: {type(error).__name__} {error}", where) from None
 
-    try:
-        return decoded(data, 0)
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointCorrupt(f"not what was saved: {type(error).__name__} {error}", path=path, key=key) from None
-
-
-_Inside: TypeAlias = Callable[[Any, str], Any]
-"""Encodes or decodes what is inside of a value, at a place with a name."""
-
-
-class _Kind(NamedTuple):
-    """A kind of tagged values: the field next to the tag, and the ways there and back."""
-
-    field: str
-    encode: Callable[[Any, _Inside], Any]
-    decode: Callable[[Any, _Inside], Any]
-
-
-def _items(values: Any, inside: _Inside) -> list[Any]:
-    return [inside(item, f"[{i}]") for i, item in enumerate(values)]
-
-
-def _of_bytes(kind: Callable[[bytes], Any]) -> _Kind:
-    return _Kind(
-        "base64",
-        lambda value, _: base64.b64encode(value).decode("ascii"),
-        lambda data, _: kind(base64.b64decode(_of(str, data), validate=True)),
-    )
-
-
-def _of_items(kind: Callable[[Any], Any], order: Callable[[list[Any]], list[Any]]) -> _Kind:
-    return _Kind(
-        "items",
-        lambda value, inside: order(_items(value, inside)),
-        lambda data, inside: kind(_items(_of(list, data), inside)),
-    )
-
-
-def _of_pairs(kind: Callable[[Any], Any]) -> _Kind:
-    def encode(value: Any, inside: _Inside) -> Any:
-        return [[inside(key, f"[key {key!r:.60}]"), inside(item, f"[{key!r:.60}]")] for key, item in value.items()]
-
-    def decode(data: Any, inside: _Inside) -> Any:
-        pairs = [(inside(key, ""), inside(item, "")) for key, item in _of(list, data)]
-        found = kind(dict(pairs))
+    def _tagged(self, data: dict[str, Any], where: str, depth: int) -> Any:
+        kind, fields = data[_TAG], frozenset(data) - {_TAG}
+        if not isinstance(kind, str) or _FIELDS.get(kind) != fields:
+            raise self._wrong(
+                f"no value of kind {kind!r:.40} with {sorted(fields)} is known to this version of Elixir", where
+            )
+        if kind in ("bytes", "bytearray"):
+            raw = base64.b64decode(_of(str, data["base64"]), validate=True)
+            return raw if kind == "bytes" else bytearray(raw)
+        if kind == "int":
+            return int(_matching(_HEX, data["hex"]), 16)
+        if kind == "float":
+            return float.fromhex(_of(str, data["hex"]))
+        if kind == "complex":
+            real, imaginary = (float.fromhex(_of(str, part)) for part in _of(list, data["hex"]))
+            return complex(real, imaginary)
+        if kind in ("tuple", "set", "frozenset"):
+            items = self._items(_of(list, data["items"]), where, depth)
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+        if kind == "numpy":
+            (scalar,) = np.frombuffer(bytes.fromhex(_of(str, data["hex"])), dtype=_numpy_dtype(data["dtype"]))
+            return scalar
+        if kind in ("tensor", "array"):
+            return self._stored(kind, data)
+        pairs = [
+            (self.decode(key, f"a key of {where}", depth + 1), self.decode(item, f"{where}[{i}]", depth + 1))
+            for i, (key, item) in enumerate(_of(list, data["pairs"]))
+        ]
+        found: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
+        found.update(dict(pairs))
         if len(found) < len(pairs):
-            raise ValueError("a key occurs twice")
+            raise self._wrong("a key occurs twice", where)
         return found
 
-    return _Kind("pairs", encode, decode)
+    def _items(self, data: list[Any], where: str, depth: int) -> list[Any]:
+        return [self.decode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(data)]
 
-
-def _sorted(items: list[Any]) -> list[Any]:
-    return sorted(items, key=repr)  # the order of a set means nothing and differs between processes
-
-
-_KINDS: dict[type, _Kind] = {
-    int: _Kind("hex", lambda value, _: hex(value), lambda data, _: int(_matching(_HEX, data), 16)),
-    float: _Kind("hex", lambda value, _: value.hex(), lambda data, _: float.fromhex(_of(str, data))),
-    complex: _Kind(
-        "hex",
-        lambda value, _: [value.real.hex(), value.imag.hex()],
-        lambda data, _: _complex(*(float.fromhex(_of(str, part)) for part in _of(list, data))),
-    ),
-    bytes: _of_bytes(bytes),
-    bytearray: _of_bytes(bytearray),
-    tuple: _of_items(tuple, list),
-    set: _of_items(set, _sorted),
-    frozenset: _of_items(frozenset, _sorted),
-    dict: _of_pairs(dict),
-    OrderedDict: _of_pairs(OrderedDict),
-    Counter: _of_pairs(Counter),
-}
-
-
-def _flat(value: Any, where: str) -> tuple[str, torch.Tensor, str]:
-    """The tag of a tensor or an array, a flat tensor of what is saved of it, and its dtype in words."""
-    kind = type(value)
-    if kind is np.ndarray and value.dtype.name in _NUMPY:
-        little = _numpy_dtype(value.dtype.name)
-        flat = torch.from_numpy(np.array(value, dtype=little, order="C", copy=True).reshape(-1).view(np.uint8))
-        return "array", flat, value.dtype.name if value.dtype == little else _BIG + value.dtype.name
-    known = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
-    if kind in (torch.Tensor, torch.nn.Parameter) and known and value.dtype in {*SAFETENSORS_NAMES, torch.complex128}:
-        flat = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().reshape(-1)
-        # safetensors has no complex128: its real and imaginary parts are saved.
-        flat = torch.view_as_real(flat).reshape(-1) if flat.dtype is torch.complex128 else flat
-        return "tensor", flat, dtype_name(value.dtype)
-    dtype = f" of {value.dtype}" if isinstance(value, (torch.Tensor, np.ndarray)) else ""
-    raise InputError(
-        f"{where}: a {kind.__module__}.{kind.__qualname__}{dtype} cannot be saved; give plain values (None, bool, int, "
-        "float, str, bytes, list, tuple, dict, set, tensors with memory, numpy), or an object with state_dict and "
-        "load_state_dict"
-    )
-
-
-def _unflat(tag: str, read: Callable[[str], torch.Tensor], *, key: Any, dtype: Any, shape: Any) -> Any:
-    sizes = tuple(_of(int, size) for size in _of(list, shape))
-    flat = read(_of(str, key)).reshape(-1)
-    if tag == "array":
-        saved = _numpy_dtype(_of(str, dtype).removeprefix(_BIG))
-        if flat.dtype is not torch.uint8:
+    def _stored(self, kind: str, data: dict[str, Any]) -> Any:
+        shape = tuple(_of(int, size) for size in _of(list, data["shape"]))
+        flat = self._read(_of(str, data["key"])).reshape(-1)
+        if kind == "array":
+            if flat.dtype is not torch.uint8:
+                raise ValueError(f"saved as {flat.dtype}")
+            saved = _numpy_dtype(_of(str, data["dtype"]).removeprefix(_BIG))
+            dtype = saved.newbyteorder(">" if data["dtype"].startswith(_BIG) else "=")
+            return flat.numpy().view(saved).astype(dtype, copy=False).reshape(shape)
+        parts = data["dtype"] == "complex128"  # safetensors has no such dtype: its real and imaginary parts are saved
+        if flat.dtype is not (torch.float64 if parts else STORED_DTYPES[_of(str, data["dtype"])]):
             raise ValueError(f"saved as {flat.dtype}")
-        there = saved.newbyteorder(">") if dtype.startswith(_BIG) else saved.newbyteorder("=")
-        return flat.numpy().view(saved).astype(there, copy=False).reshape(sizes)
-    parts = dtype == "complex128"
-    if flat.dtype is not (torch.float64 if parts else STORED_DTYPES[_of(str, dtype)]):
-        raise ValueError(f"saved as {flat.dtype}")
-    return (torch.view_as_complex(flat.view(-1, 2)) if parts else flat).reshape(sizes)
+        return (torch.view_as_complex(flat.view(-1, 2)) if parts else flat).reshape(shape)
+
+    def _wrong(self, message: str, where: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(message, path=self._path, key=where)
 
 
-def _scalar(*, dtype: Any, hex: Any) -> Any:
-    (found,) = np.frombuffer(bytes.fromhex(_of(str, hex)), dtype=_numpy_dtype(dtype))
-    return found
-
-
-def _complex(real: float, imaginary: float) -> complex:
-    return complex(real, imaginary)
-
-
-def _is_plain(value: Any, kind: type) -> bool:
-    """Whether JSON has the value as it is."""
-    if kind is int:
-        return bool(-_PLAIN_INT < value < _PLAIN_INT)
-    return value is None or kind in (bool, str) or (kind is float and math.isfinite(value))
+_FIELDS = {
+    **dict.fromkeys(("bytes", "bytearray"), frozenset({"base64"})),
+    **dict.fromkeys(("int", "float", "complex"), frozenset({"hex"})),
+    **dict.fromkeys(("tuple", "set", "frozenset"), frozenset({"items"})),
+    **dict.fromkeys(("dict", "OrderedDict", "Counter"), frozenset({"pairs"})),
+    **dict.fromkeys(("tensor", "array"), frozenset({"key", "dtype", "shape"})),
+    "numpy": frozenset({"dtype", "hex"}),
+}
+"""Kind of value -> what stands next to its tag."""
 
 
 def _of(kind: type, value: Any) -> Any:

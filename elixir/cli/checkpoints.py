@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elixir.checkpoint_format.commit import remove_checkpoint, remove_stale
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.folder import located, newest_checkpoints, remove_checkpoint, surplus, tidy, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.run_folders import find_checkpoints, surplus, unfinished
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import output
-from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError
+from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
 from elixir.show.records import record_table
 
@@ -73,13 +75,12 @@ def _pruned(folder: Path, keep: int | None) -> Iterator[str]:
     if _is_one(folder):
         if keep is not None:
             raise InputError(f"--keep is for a folder of checkpoints; {folder} is one")
-        removed = [str(each) for each in tidy(folder)]
+        removed = [str(folder / name) for name in remove_stale(folder)]
     else:
-        damaged: list[CheckpointError] = []
-        found = [*newest_checkpoints(folder, damaged)]
+        found, damaged = find_checkpoints(folder)
         for error in damaged:
             output.note(f"left as it is: {error}")
-        gone = surplus(found, keep) + unfinished(folder, FILES)
+        gone = surplus(found, keep) + [folder / name for name in unfinished(folder, FILES)]
         if not found and not gone:
             raise CheckpointNotFound(f"{folder} holds no checkpoints")
         others = ", but for {} and what else is no checkpoint's"
@@ -88,17 +89,16 @@ def _pruned(folder: Path, keep: int | None) -> Iterator[str]:
 
 
 def _is_one(folder: Path) -> bool:
-    return (located(folder) / INDEX_NAME).exists()
+    return (folder / INDEX_NAME).exists()
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoint that is meant, or those in a folder, the latest first."""
     if _is_one(folder):
         return [folder]
-    damaged: list[CheckpointError] = []
-    found = [*newest_checkpoints(folder, damaged)]
+    found, damaged = find_checkpoints(folder)
     if not found:
         raise damaged[0] if damaged else CheckpointNotFound(f"{folder} holds no checkpoint")
     for error in damaged:
         output.note(str(error))
-    return found
+    return [*found]

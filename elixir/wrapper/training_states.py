@@ -6,16 +6,15 @@ It is the only door between the runtime and checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.saved_tensor import Part
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.memory import written
-from elixir.errors import CheckpointError, InputError
+from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import first_inside
@@ -32,7 +31,7 @@ from elixir.wrapper.step.states import (
     SavedState,
     SavedStates,
     SmallStates,
-    part_of,
+    StateTensor,
     small_states,
 )
 
@@ -55,58 +54,50 @@ class ChunkStates:
 
     def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
         self.chunk, self.shards = chunk, tuple(shards)
-        self._before = [*chunk.updates, *([] if chunk.stored is None else written(chunk.stored.on_disk))]
-        # Classes outside of torch may create states in any step.
-        self._settled = all(ticket.done() for ticket in chunk.updates) or all(each.has_all_states for each in shards)
-        self._weights, self._states = self.target, [shard.states for shard in shards]
-        self._versions: list[tuple[torch.Tensor, int, str]] = []
-        self.small: dict[str, SmallStates] = {}
-        """The counts of steps and other scalars, by parameter, once `read`."""
+        self._updated = chunk.updates
+        self._written = [] if chunk.stored is None else written(chunk.stored.on_disk)
+        self._weights_of_then = self.target
+        self._states_of_then = [shard.states for shard in self.shards]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no running update can create more states.
+
+        Classes outside of torch may create states in any step.
+        """
+        return all(ticket.done() for ticket in self._updated) or all(shard.has_all_states for shard in self.shards)
 
     def wait(self) -> None:
         """Waits for the update that was running when this was created; raises its error."""
-        for ticket in self._before:
+        for ticket in (*self._updated, *self._written):
             ticket.synchronize()  # the update still writes the weights, masters and states that are read next
 
-    @cached_property
-    def parts(self) -> list[Part]:
-        """Everything to save, weights first; their values are read from live memory.
-
-        Waits for an update that may be making states.
-        """
-        if not self._settled:
-            self.wait()  # the file's layout is known after the step that makes states
-        chunk, memory = self.chunk, self._weights
+    def tensors(self) -> list[StateTensor]:
+        """Everything to save, weights first, as views of live memory; call it when no update is running."""
+        memory, stored = self._weights_of_then, self.chunk.stored
         found = [
-            part_of(WEIGHT, held, memory[held.part], start=held.part.start, stored=chunk.stored)
-            for held in chunk.held.values()
+            StateTensor(WEIGHT, held, memory[held.part], start=held.part.start, extent=stored)
+            for held in self.chunk.held.values()
         ]
-        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
-        if chunk.masters is None and chunk.weights is not None:
-            self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots]
-        return found + [part for states in self._states for part in states.to_save()]
+        for states in self._states_of_then:
+            found += states.to_save()
+        return found
 
-    def read(self) -> list[Part]:
-        """Returns `parts`, and records `small`, once no update is running."""
-        parts = self.parts
-        self.wait()  # the step before the save still writes the masters and states to be read
-        for states in self._states:
-            self.small |= small_states(states)
-        return parts
-
-    def check(self) -> None:
-        """Refuses weights that were written to, by no step, while they were read."""
-        for parameter, version, name in self._versions:
-            if parameter._version != version:
-                raise CheckpointError(
-                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
-                    "of gathered(write=True), which waits"
-                )
+    def small(self) -> dict[str, SmallStates]:
+        """The current counts of steps and other scalars, by parameter."""
+        found: dict[str, SmallStates] = {}
+        for states in self._states_of_then:
+            found |= small_states(states)
+        return found
 
     @property
     def target(self) -> torch.Tensor:
         """The flat shard of weights that is saved and loaded: masters if there are any, while they are at hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
+
+    def load_states(self, find: Find, wait: Callable[[], None]) -> set[str]:
+        """Loads saved states (`States.load`); returns notes on inexact ones."""
+        return set().union(*(shard.load(find, wait) for shard in self.shards))
 
 
 class TrainingStates:
@@ -276,7 +267,7 @@ class TrainingStates:
                     for name, held in chunk.held.items():
                         if name not in skipped:
                             notes |= fill_weights(name, held.first, target[held.part])
-                    notes |= set().union(*(shard.load(find, wait) for shard in states.shards))
+                    notes |= states.load_states(find, wait)
                 finally:
                     wait()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
@@ -303,7 +294,7 @@ class TrainingStates:
         self._engine.errors.end(ErrorKind.CHANGE)
 
     @property
-    def copies_bytes(self) -> int:
+    def pool_bytes(self) -> int:
         """The host memory of this rank for copies while a checkpoint is written: what the plan gives, if it is free."""
         planned = self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
         return min(planned, self._engine.spare_host_bytes()) if planned else 0

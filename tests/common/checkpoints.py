@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.folder import (
+from elixir.checkpoint_format.commit import (
+    abandon,
     commit,
+    finish_commit,
     new_id,
-    newest_checkpoints,
-    next_sequence,
-    part_folder,
     rank_file,
-    remove_checkpoint,
-    remove_old,
-    tidy,
+    read_index,
+    remove_stale,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.part_writer import PartWriter
-from elixir.checkpoint_format.saved_tensor import Part
+from elixir.checkpoint_format.run_folders import next_sequence
+from elixir.checkpoint_format.slices import Slice, SliceWriter
 from elixir.checkpoint_format.values import encode
-from elixir.errors import CheckpointError, FileError
+from elixir.errors import CheckpointNotFound, FileError
 from elixir.files import FILES, Files
 
 
@@ -42,8 +39,8 @@ def write(
     files: Files = FILES,
     **fields: Any,
 ) -> Index:
-    """Writes and synchronises the files of a checkpoint that is not committed, in its part folder; every rank has an
-    equal part of each tensor.
+    """Writes and synchronises the files of a checkpoint that is not committed; every rank has an equal part of each
+    tensor.
 
     `cut_to`: elements to whose multiples the parts are cut, in tensors with `blocks`.
     """
@@ -51,27 +48,28 @@ def write(
     for name, value in (values or {}).items():
         encoded[name], found = encode(value, name)
         tensors |= found
-    written, part = [], part_folder(folder, checkpoint_id)
+    written = []
     try:
-        files.make_folder(part)
         for rank in range(world_size):
-            parts: list[Part] = []
+            parts = {}
             for key, tensor in tensors.items():
                 flat, multiple = tensor.detach().contiguous().view(-1), cut_to if key in (blocks or {}) else 1
                 low, high = (
-                    min(flat.numel(), -(-flat.numel() * number // world_size) // multiple * multiple)
-                    if number < world_size
+                    min(flat.numel(), -(-flat.numel() * each // world_size) // multiple * multiple)
+                    if each < world_size
                     else flat.numel()
-                    for number in (rank, rank + 1)
+                    for each in (rank, rank + 1)
                 )
-                whole, mine = Part.whole(key, tensor), Part.whole(key, flat[low:high])
-                block = (blocks or {}).get(key)
-                parts.append(replace(mine, shape=whole.shape, start=low, block_numel=block))
-            writer = PartWriter(part / rank_file(checkpoint_id, rank, world_size), parts, files=files)
+                parts[key] = (low, flat[low:high], tuple(tensor.shape))
+            slices = [
+                Slice(key, shape, flat.dtype, low, flat.numel(), (blocks or {}).get(key))
+                for key, (low, flat, shape) in parts.items()
+            ]
+            writer = SliceWriter(folder / rank_file(checkpoint_id, rank, world_size), slices, files=files)
             try:
                 # The last first: any order must do.
-                for each in reversed(parts):
-                    writer.write_part(each)
+                for key, (_, flat, _) in reversed(parts.items()):
+                    writer.write_tensor(key, flat)
                 written.append(writer.finish())
             except BaseException:
                 writer.abandon()
@@ -79,7 +77,7 @@ def write(
         sequence = fields.pop("sequence", None) or next_sequence(folder, files=files)
     except BaseException:
         with contextlib.suppress(FileError):
-            remove_checkpoint(part, files=files)
+            abandon(folder, checkpoint_id, files=files)
         raise
     return Index(
         id=checkpoint_id,
@@ -110,28 +108,20 @@ def write(
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], *, files: Files = FILES, **options: Any) -> Index:
     """Saves a checkpoint as a run on one file system does; what fails leaves the one before."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tidy(folder, files=files)
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(CheckpointNotFound):
+        finish_commit(folder, read_index(folder, files=files).id, files=files)
+    remove_stale(folder, files=files)
     index = write(folder, tensors, files=files, **options)
     try:
-        commit_written(folder, index, files=files)
+        commit(folder, index, files=files)
     except BaseException:
         with contextlib.suppress(FileError):
-            remove_checkpoint(part_folder(folder, index.id), files=files)
+            abandon(folder, index.id, files=files)
         raise
-    remove_old(folder, files=files)
+    finish_commit(folder, index.id, files=files)
+    remove_stale(folder, files=files)
     return index
-
-
-def commit_written(folder: Path, index: Index, *, files: Files = FILES) -> None:
-    """Commits what `write` has written, with an index of it."""
-    commit(part_folder(folder, index.id), folder, index, files=files)
-
-
-def found_in(root: Path) -> tuple[list[Path], list[CheckpointError]]:
-    """The checkpoints in a folder, the latest first, and why others cannot be read."""
-    damaged: list[CheckpointError] = []
-    return [*newest_checkpoints(root, damaged)], damaged
 
 
 def group(names: list[str], optimizer: str = "optimizer", **options: Any) -> SavedGroup:

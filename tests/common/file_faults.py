@@ -14,7 +14,7 @@ from typing import Any
 from elixir.errors import FileError
 from elixir.files import Files
 
-CHANGES = ("create", "resize", "write", "sync", "rename", "remove", "make", "sync_folder")
+CHANGES = ("create", "resize", "write", "sync", "link", "rename", "remove", "make", "sync_folder")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecordingFiles(UnsyncedFiles):
 
     def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
         result = super().call(operation, path, function, *args)
-        if operation == "rename":
+        if operation in ("link", "rename"):
             self.log.append(Operation(operation, path, source=args[0]))
         elif operation == "write":
             self.log.append(Operation(operation, path, data=bytes(args[1][:result]), offset=args[2]))
@@ -106,112 +106,62 @@ class _Content:
         return bytes(content)
 
 
-class _Folder:
-    """A folder, and all that it may hold after a crash."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        inside = sorted(path.iterdir()) if path is not None else []
-        self.files: dict[str, list[_Content | None]] = {
-            each.name: [_Content(each.read_bytes())] for each in inside if each.is_file()
-        }
-        """By name, what it has been since the folder was synchronised."""
-        self.folders: list[dict[str, _Folder]] = [{each.name: _Folder(each) for each in inside if each.is_dir()}]
-        """The folders in it since then, one after the other."""
-
-    def name_file(self, name: str, content: _Content | None) -> None:
-        self.files.setdefault(name, [None]).append(content)
-
-    def file(self, name: str) -> _Content | None:
-        return self.files.get(name, [None])[-1]
-
-    def sync(self) -> None:
-        self.files = {name: found[-1:] for name, found in self.files.items()}
-        self.folders = self.folders[-1:]
-
-    def left(self, choose: Callable[[list[Any]], Any], kept: Callable[[], bool], path: str = "") -> dict[str, bytes]:
-        chosen = {name: choose(found) for name, found in self.files.items()}
-        found = {path + name: content.after(kept) for name, content in chosen.items() if content is not None}
-        for name, folder in choose(self.folders).items():
-            found |= folder.left(choose, kept, f"{path}{name}/")
-        return found
-
-
 class Crash:
-    """All that may be in a folder after a crash, once a part of a record has been done.
+    """All that may be in a folder after a crash, by POSIX's least promises, once a part of a record has been done.
 
-    By POSIX's least promises, a name has any of the files that it had since its folder was last synchronised; a file
-    has any of the writes since it was. Folders have names as in file systems with a journal: a rename reaches the disk
-    as a whole, and after those before it. "dropped" keeps none of those, "kept" all, as after ``kill -9``, and others a
-    part.
+    A name has any of the files that it had since the folder was last synchronised; a file has any of the writes since
+    it was. "dropped" keeps none of those, "kept" all, as after ``kill -9``, and others a part.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self._path, self._root = folder, _Folder(folder)
+        self._folder = str(folder)
+        contents = {str(path): _Content(path.read_bytes()) for path in folder.iterdir()}
+        self._now: dict[str, _Content | None] = dict(contents)
+        self._may: dict[str, list[_Content | None]] = {name: [content] for name, content in contents.items()}
 
     def do(self, operation: Operation) -> None:
         """One more operation of the record."""
-        path = Path(operation.path)
-        if operation.name == "sync_folder":
-            if path.is_relative_to(self._path):
-                self._folder(path).sync()
-            return
-        folder, name = self._folder(path.parent), path.name
+        name = operation.path
         if operation.name == "create":
-            folder.name_file(name, _Content(b""))
-        elif operation.name in ("write", "resize", "sync"):
-            content = folder.file(name)
-            assert content is not None
-            if operation.name == "sync":
-                content.synced, content.since = content.after(lambda: True), []
-            else:
-                content.since.append(operation)
-        elif operation.name == "make":
-            folder.folders.append(folder.folders[-1] | {name: _Folder()})
+            self._name(name, _Content(b""))
+        elif operation.name in ("write", "resize"):
+            self._at(name).since.append(operation)
+        elif operation.name == "sync":
+            content = self._at(name)
+            content.synced, content.since = content.after(lambda: True), []
+        elif operation.name == "link":
+            self._name(name, self._at(operation.source))
         elif operation.name == "rename":
-            source = Path(operation.source)
-            before = self._folder(source.parent)
-            now = dict(before.folders[-1])
-            if source.name in now:
-                assert before is folder
-                moved = now.pop(source.name)
-                folder.folders.append(now | {name: moved})
-            else:
-                folder.name_file(name, before.file(source.name))
-                before.name_file(source.name, None)
+            if self._now.get(name) is not self._at(operation.source):
+                self._name(name, self._at(operation.source))
+                self._name(operation.source, None)
         elif operation.name == "remove":
-            now = dict(folder.folders[-1])
-            if now.pop(name, None) is not None:
-                folder.folders.append(now)
-            else:
-                folder.name_file(name, None)
+            self._name(name, None)
+        elif operation.name == "sync_folder":
+            assert name == self._folder
+            self._may = {each: [content] for each, content in self._now.items()}
         else:
             raise NotImplementedError(operation.name)
 
-    def _folder(self, path: Path) -> _Folder:
-        found = self._root
-        for name in path.relative_to(self._path).parts:
-            found = found.folders[-1][name]
-        return found
+    def _at(self, name: str) -> _Content:
+        content = self._now[name]
+        assert content is not None
+        return content
+
+    def _name(self, name: str, content: _Content | None) -> None:
+        self._now[name] = content
+        self._may.setdefault(name, [None]).append(content)
 
     def outcomes(self, seeds: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """(what it is, path in the folder -> bytes) of what a crash now may leave."""
-        yield "dropped", self._root.left(lambda options: options[0], lambda: False)
-        yield "kept", self._root.left(lambda options: options[-1], lambda: True)
+        """(what it is, name -> bytes) of what a crash now may leave."""
+        yield "dropped", self._left(lambda options: options[0], lambda: False)
+        yield "kept", self._left(lambda options: options[-1], lambda: True)
         for seed in range(seeds):
             dice = random.Random(seed)
-            yield f"seed {seed}", self._root.left(dice.choice, lambda dice=dice: dice.random() < 0.5)  # type: ignore[misc]
+            yield f"seed {seed}", self._left(dice.choice, lambda dice=dice: dice.random() < 0.5)  # type: ignore[misc]
 
-
-def lay_out(folder: Path, content: dict[str, bytes]) -> Path:
-    """Makes a folder with files, by their paths in it."""
-    folder.mkdir()
-    for name, raw in content.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(raw)
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The files in a folder and in those inside of it, by their paths in it."""
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    def _left(
+        self, chosen: Callable[[list[_Content | None]], _Content | None], kept: Callable[[], bool]
+    ) -> dict[str, bytes]:
+        found = {os.path.basename(name): chosen(options) for name, options in self._may.items()}
+        return {name: content.after(kept) for name, content in found.items() if content is not None}

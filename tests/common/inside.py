@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from elixir.checkpoint import saving, snapshot
-from elixir.checkpoint.snapshot import COPIES, Copies, Snapshot
+from elixir.checkpoint.snapshot import COPIES, Snapshot, SnapshotPool
 from elixir.checkpoint_format import index as index_file
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.part_writer import WrittenFile
+from elixir.checkpoint_format.slices import WrittenFile
 from elixir.chunk import chunk as chunk_file
 from elixir.chunk import pages
 from elixir.chunk.arena import Arena
@@ -31,7 +31,7 @@ from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lane, Lanes
-from elixir.chunk.memory import Memory, Ticket
+from elixir.chunk.memory import Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
 from elixir.hardware.host_share import HostShare
@@ -220,34 +220,29 @@ def window(module: ElixirModule) -> StateWindow:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def checkpoint_copies(module: ElixirModule) -> Copies:
+def checkpoint_pool(module: ElixirModule) -> SnapshotPool:
     """Memory for copies of the states that a save reads, once there was a save."""
     reader: Any = engine_of(module).state_reader
-    return reader._copies  # type: ignore[no-any-return]
+    return reader._pool  # type: ignore[no-any-return]
 
 
-def copies_of(limit_bytes: int) -> Copies:
+def pool_of(limit_bytes: int) -> SnapshotPool:
     """Memory for copies without a module."""
-    return Copies.of(HostBuffers(Arena(torch.device("cpu"))), limit_bytes)
+    return SnapshotPool(HostBuffers(Arena(torch.device("cpu"))), limit_bytes)
 
 
-def copy_room(copies: Copies, nbytes: int) -> Memory | None:
-    """Takes room for a copy, if there is some."""
-    return copies.buffers.lend_inside(COPIES, snapshot.aligned(nbytes)) if copies.kind.buffer_bytes else None
-
-
-def taken_bytes(copies: Copies, *, most: bool = False) -> int:
-    """Bytes of areas that are taken now; or the `most` host memory that there ever was."""
+def taken_bytes(pool: SnapshotPool, *, most: bool = False) -> int:
+    """Bytes of areas that are taken now; or the `most` host memory that the pool ever had."""
     if most:
-        return copies.buffers._arena.peak_bytes["host"]
-    lent = copies.buffers._lent[COPIES]
+        return pool._buffers._arena.peak_bytes["host"]
+    lent = pool._buffers._lent[COPIES]
     lent.taken_back()
     return sum(end - begin for begin, end in lent._inside.values())
 
 
 def snapshot_part(states: snapshot.LiveStates) -> Any:
     """A chunk of a snapshot."""
-    return snapshot._Chunk(states)
+    return snapshot._Part(states)
 
 
 def updates_waiting(of: Snapshot) -> list[int]:
@@ -262,8 +257,8 @@ def index_text(body: dict[str, Any]) -> str:
 
 def index_of(checkpoint_id: str, files: Sequence[list[WrittenFile]], options: saving.SaveOptions) -> Index:
     """Makes the index of the files that each rank has written."""
-    parts = [saving._RankPart(None, {}, {}, each, {}) for each in files]
-    return saving._index(checkpoint_id, 1, parts, options)
+    answers = [(each, saving._RankPart({}, None, {}, {})) for each in files]
+    return saving._index(checkpoint_id, 1, answers, options)
 
 
 # --- limits and memories of the process ------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.states import small_states
 from tests.common import gpu, inside
-from tests.common.file_faults import Crash, Operation, lay_out
+from tests.common.file_faults import Crash, Operation
 from tests.common.parity import Case
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -108,7 +109,9 @@ class Run:
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in inside.shards(self.optimizer):
             for each in part.states.to_save():
-                found[f"{each.kind}.{each.name}.{each.start}"] = each.values(0, each.numel).detach().cpu().clone()
+                found[f"{each.kind}.{each.name}.{each.first}"] = (
+                    each.values(0, each.tensor.numel()).detach().cpu().clone()
+                )
             found |= {f"small.{name}": vars(small) for name, small in small_states(part.states).items()}
         found["groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -134,7 +137,7 @@ def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: 
     """Reads `number` from every checkpoint that a crash after a prefix of a record may leave: 1 was saved, then 2.
 
     Args:
-        crash: of the folder around the checkpoint ``run``, as it was before the record.
+        crash: of the folder as it was before the record.
         log: operations of the second save; once all are done, 2 must be there.
         folder: gets a folder for each outcome.
         seeds: so many random parts of what had not reached the disk are kept, one after the other.
@@ -146,7 +149,10 @@ def values_left(crash: Crash, log: Sequence[Operation], folder: Path, *, seeds: 
         for what, content in crash.outcomes(seeds=seeds):
             left = frozenset(content.items())
             if left not in found:
-                place = lay_out(folder / f"left-{len(found)}", content) / "run"
+                place = folder / f"left-{len(found)}"
+                place.mkdir()
+                for name, raw in content.items():
+                    (place / name).write_bytes(raw)
                 assert verify(place) == (), (done, what)
                 with open_checkpoint(place) as saved:
                     found[left] = saved.value("number")

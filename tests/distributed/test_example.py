@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from benchmark.finetune import largest
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 
 ROOT = Path(__file__).parents[2]
 CALL = (

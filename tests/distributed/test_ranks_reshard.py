@@ -49,11 +49,12 @@ def compare(run: Run, folder: str | Path) -> Counter[str]:
     small = {}
     with open_checkpoint(folder, files=FILES) as saved:
         for chunk in TrainingStates(run.module, {"optimizer": run.optimizer}).chunks():
-            for each in chunk.read():
-                mine = each.values(0, each.numel)
-                assert torch.equal(mine, saved.read(each.key, each.start, each.start + each.numel)), each.key
-                found[each.key] += each.numel
-            small |= chunk.small
+            small |= chunk.small()
+            for each in chunk.tensors():
+                key, numel = f"{each.kind}/{each.name}", each.tensor.numel()
+                mine = each.values(0, numel)
+                assert torch.equal(mine, saved.read(key, each.first, each.first + numel)), key
+                found[key] += numel
         assert {name: each.step for name, each in small.items()}.items() <= saved.index.steps.items()
     return found
 

@@ -30,9 +30,9 @@ pytestmark = needs_gpu
 KEPT: tuple[dict[str, Any], ...] = ({}, {"unified_dtype": "bfloat16", "moments": "8bit"})
 
 
-def started(run: Run, folder: Path, copies_bytes: int | None, files: UnsyncedFiles) -> saving.Saving:
+def started(run: Run, folder: Path, pool_bytes: int | None, files: UnsyncedFiles) -> saving.Saving:
     user = UserState.of(run.state())
-    return Saves.of(user.states).start(user, SaveOptions(folder, files=files, copies_bytes=copies_bytes))
+    return Saves.of(user.states).start(user, SaveOptions(folder, files=files, pool_bytes=pool_bytes))
 
 
 @pytest.mark.sampled
@@ -141,9 +141,7 @@ class _Hook:
         install().note("release", id(self), [], [], "")
 
 
-def watched_saves(
-    monkeypatch: pytest.MonkeyPatch, it: Case, plan: Plan, copies_bytes: int | None, folder: Path
-) -> Races:
+def watched_saves(monkeypatch: pytest.MonkeyPatch, it: Case, plan: Plan, pool_bytes: int | None, folder: Path) -> Races:
     """Saves while steps go on, one after the other."""
     for module in (snapshot, saving):
         monkeypatch.setattr(module, "threading", _Threading())
@@ -152,27 +150,27 @@ def watched_saves(
         run = Run(it, plan, two_groups(), wrap={"debug": None})
         run.train(1)
         for number in range(2):
-            under_way = started(run, folder / str(number), copies_bytes, Watched())
+            under_way = started(run, folder / str(number), pool_bytes, Watched())
             run.train(2)
             under_way.wait()
         run.module.close()
     return races
 
 
-_EVERY = [(mode, copies_bytes, options) for mode in MODES for copies_bytes in (None, 0) for options in KEPT]
+_EVERY = [(mode, pool_bytes, options) for mode in MODES for pool_bytes in (None, 0) for options in KEPT]
 
 
 @needs_pretended_gpu
 @pytest.mark.parametrize(
-    ("mode", "copies_bytes", "options"),
+    ("mode", "pool_bytes", "options"),
     [it if it[0] == "mixed" and not it[2] else pytest.param(*it, marks=pytest.mark.slow) for it in _EVERY],
 )
 def test_no_access_without_a_wait(
-    mode: str, copies_bytes: int | None, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, pool_bytes: int | None, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("opt", layers=1)
     it = replace(it, inp=gpu.there(it.inp))
-    races = watched_saves(monkeypatch, it, make_plan(it, mode, **options), copies_bytes, tmp_path)
+    races = watched_saves(monkeypatch, it, make_plan(it, mode, **options), pool_bytes, tmp_path)
     assert not races.found, races.found[:3]
     for number in range(2):
         with open_checkpoint(tmp_path / str(number)) as saved:
@@ -185,7 +183,7 @@ def test_updates_that_do_not_wait_are_found(mode: str, tmp_path: Path, monkeypat
     """The check itself: updates that never ask whether their chunk is still being written."""
     monkeypatch.setattr(snapshot.Snapshot, "release", lambda self, index: None)
     # Whether the save itself finds that resident weights have changed depends on which thread is first.
-    monkeypatch.setattr("elixir.wrapper.training_states.ChunkStates.check", lambda self: None)
+    monkeypatch.setattr("elixir.checkpoint.saving._ChunkReader.check", lambda self: None)
     it = case("opt", layers=1)
     it = replace(it, inp=gpu.there(it.inp))
     assert watched_saves(monkeypatch, it, make_plan(it, mode), 0, tmp_path).found

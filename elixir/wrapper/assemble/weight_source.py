@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from elixir.access.whole import holds_others
-from elixir.checkpoint_format.folder import located
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
@@ -135,7 +134,7 @@ def _ordinary(given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 def _of_files(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Mapping[str, torch.Tensor]:
     """Opens a checkpoint of ours if `where` is its folder, otherwise safetensors files."""
-    if isinstance(where, (str, os.PathLike)) and (located(where) / INDEX_NAME).is_file():
+    if isinstance(where, (str, os.PathLike)) and (Path(where) / INDEX_NAME).is_file():
         return open_checkpoint(where).weights()
     return SafetensorsFiles(where)
 

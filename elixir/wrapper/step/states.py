@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elixir.checkpoint_format.saved_tensor import Part, scalar_state
+from elixir.checkpoint_format.saved_tensor import scalar_state
 from elixir.chunk.chunk import Held
 from elixir.chunk.memory import Count, Memory
 from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam.moments import Moments, read_moments, write_moments
-from elixir.optimizer_states import BLOCK_NUMEL, check_kind
+from elixir.memory_order import Order
+from elixir.optimizer_states import check_kind
 from elixir.units import dtype_name
 from elixir.wrapper.step.segments import Segment
 
@@ -49,38 +50,62 @@ class Kind(NamedTuple):
         return -(-numel // (self.width * self.block)) * self.block
 
 
-def part_of(
-    kind: str,
-    held: Held,
-    tensor: torch.Tensor,
-    region: str = MASTERS,
-    start: int = 0,
-    stored: StoredStates | None = None,
-    *,
-    width: int = 1,
-    has_codes: bool = False,
-) -> Part:
-    """This rank's part of one tensor of a parameter: an elementwise state, scales of 8-bit codes, or weights.
+@dataclass(frozen=True)
+class StateTensor:
+    """This rank's part of one tensor of a parameter: an elementwise state, scales of 8-bit codes, or weights."""
 
-    Args:
-        kind: of the tensor.
-        held: the part of the parameter.
-        tensor: the live elements, flat; of a tensor on a disk only while the chunk is in memory.
-        region: the name of its region in an extent, if it lives on a disk.
-        start: its first element in that region.
-        stored: the extent that holds it, if it lives on a disk.
-        width: see `Kind`.
-        has_codes: whether these are 8-bit codes, in blocks that count from the beginning of the parameter.
-    """
+    kind: str
+    held: Held
+    """The part of the parameter."""
+    tensor: torch.Tensor
+    """The live elements, flat; of a tensor on a disk only while the chunk is in memory."""
+    region: str = MASTERS
+    """The name of its region in an extent, if it lives on a disk."""
+    start: int = 0
+    """Its first element in that region."""
+    extent: StoredStates | None = None
+    """The extent that holds it, if it lives on a disk."""
+    has_codes: bool = False
+    """Whether these are 8-bit codes, in blocks that count from the beginning of the parameter."""
+    width: int = 1
+    """See `Kind`."""
 
-    def values(first: int, stop: int) -> torch.Tensor:
-        return tensor[first:stop] if stored is None else stored.read(region, start + first, start + stop)
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.held.slot.name
 
-    slot, key = held.slot, f"{kind}/{held.slot.name}"
-    shape = tuple(slot.shape) if width == 1 else (-(-slot.numel // width),)
-    block = BLOCK_NUMEL if has_codes else None
-    order = slot.order if width == 1 else None
-    return Part(key, shape, tensor.dtype, held.first // width, tensor.numel(), block, order, values)
+    @property
+    def order(self) -> Order | None:
+        """The order of the elements in the parameter."""
+        return self.held.slot.order if self.width == 1 else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor over all ranks."""
+        slot = self.held.slot
+        return tuple(slot.shape) if self.width == 1 else (-(-slot.numel // self.width),)
+
+    @property
+    def first(self) -> int:
+        """Its first element in the whole flattened tensor."""
+        return self.held.first // self.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is saved."""
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a checkpoint."""
+        return self.tensor.nbytes
+
+    def values(self, first: int, stop: int) -> torch.Tensor:
+        """The elements from `first` to `stop`: a view, or for a tensor on a disk a copy."""
+        if self.extent is None:
+            return self.tensor[first:stop]
+        return self.extent.read(self.region, self.start + first, self.start + stop)
 
 
 @dataclass
@@ -265,14 +290,14 @@ class States:
         mine = self.kinds_of(segment)
         return {kind: value for kind, value in self.state_of(segment).items() if kind not in mine}
 
-    def to_save(self) -> Iterator[Part]:
+    def to_save(self) -> Iterator[StateTensor]:
         """The elementwise states of stepped segments, as views of live memory."""
         for segment in filter(self.has_stepped, self.segments):
             for kind in self.kinds_of(segment):
                 place, each = self.place(kind, segment), self.kinds[kind]
                 where = self._region(kind), place.start, self._stored
                 tensor = self.tensor(kind)[place]
-                yield part_of(kind, segment.held, tensor, *where, width=each.width, has_codes=each.block > 1)
+                yield StateTensor(kind, segment.held, tensor, *where, has_codes=each.block > 1, width=each.width)
 
     def read(self, kind: str, segment: Segment) -> torch.Tensor:
         """The elements of a kind, but no scales: codes as what they stand for."""

@@ -343,8 +343,8 @@ def test_damage_ten_thousand_times(run: Run, tmp_path: Path, portion: int) -> No
 
 def test_every_prefix_of_a_whole_save_leaves_the_old_or_the_new(run: Run, tmp_path: Path) -> None:
     """Also with all or a part of what was not synchronised dropped: bytes, names and renames."""
-    folder = tmp_path / "disk" / "run"
+    folder = tmp_path / "run"
     save_checkpoint(folder, run.state(number=1), wait=True, files=FILES)
-    crash, recorded = Crash(folder.parent), RecordingFiles()
+    crash, recorded = Crash(folder), RecordingFiles()
     save_checkpoint(folder, run.state(number=2), wait=True, files=recorded)
     assert values_left(crash, recorded.log, tmp_path, seeds=2) == {1, 2}

@@ -17,12 +17,14 @@ import torch
 
 from elixir import checkpoint_format
 from elixir.checkpoint_format.checksum import checksum
+from elixir.checkpoint_format.commit import read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.folder import next_sequence, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import merge_tensors, parse_index
-from elixir.checkpoint_format.part_writer import PartWriter
-from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint, open_checkpoint, verify
-from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, Part, SavedTensor
+from elixir.checkpoint_format.run_folders import find_checkpoints, next_sequence
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor
+from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
+from elixir.checkpoint_format.slices import Slice, SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import (
     CheckpointCorrupt,
@@ -34,7 +36,7 @@ from elixir.errors import (
     StateError,
 )
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
-from tests.common.checkpoints import found_in, group, same, save
+from tests.common.checkpoints import group, same, save
 from tests.common.file_faults import RecordingFiles, ShortFiles
 from tests.common.peaks import resident_growth
 
@@ -81,10 +83,10 @@ def test_any_range_is_read_across_spans_and_files(tmp_path: Path, world_size: in
         *(tuple(sorted(dice.sample(range(numel), 2))) for _ in range(10)),
         (5, 5),
     ]
-    with SavedCheckpoint(tmp_path, files=ShortFiles()) as reader:
+    with SliceReader(tmp_path, files=ShortFiles()) as reader:
         for start, stop in ranges[:3]:
             assert torch.equal(reader.read("weight/w", start, stop), tensor[start:stop])
-    with SavedCheckpoint(tmp_path) as reader:
+    with SliceReader(tmp_path) as reader:
         for start, stop in ranges:
             assert torch.equal(reader.read("weight/w", start, stop), tensor[start:stop])
         for start, stop in ((-1, 3), (0, numel + 1), (4, 3)):
@@ -120,7 +122,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_span_and_by_no_other(tmp_pa
 def test_spans_come_in_any_order_and_once(tmp_path: Path) -> None:
     tensor = torch.arange(SPAN_BYTES * 5 // 8, dtype=torch.int16)  # a span and a quarter
     view = tensor.view(torch.uint8).numpy().data
-    writer = PartWriter(tmp_path / "a", [Part("k", (tensor.numel(),), torch.int16, 0, tensor.numel())])
+    writer = SliceWriter(tmp_path / "a", [Slice("k", (tensor.numel(),), torch.int16, 0, tensor.numel())])
     spans = list(writer.spans("k"))
     assert spans == [(0, SPAN_BYTES), (1, SPAN_BYTES // 4)]
     for number, nbytes in reversed(spans):
@@ -134,44 +136,45 @@ def test_spans_come_in_any_order_and_once(tmp_path: Path) -> None:
                 writer.finish()
             assert list(writer.spans("k")) == [(0, SPAN_BYTES)]
     assert writer.finish().nbytes == (tmp_path / "a").stat().st_size == writer.nbytes
-    other = PartWriter(tmp_path / "b", [Part("k", (4,), torch.int16, 0, 4)])
-    with pytest.raises(StateError, match="only described"):
-        other.write_part(Part("k", (4,), torch.int16, 0, 4))
+    other = SliceWriter(tmp_path / "b", [Slice("k", (4,), torch.int16, 0, 4)])
+    with pytest.raises(StateError, match="expected 4 elements"):
+        other.write_tensor("k", torch.zeros(4))
     other.abandon()
     assert not (tmp_path / "b").exists()
 
 
 def test_slices_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="complex128"):
-        Part("k", (4,), torch.complex128, 0, 4)
+        Slice("k", (4,), torch.complex128, 0, 4)
     with pytest.raises(InputError, match="elements 2 to 6 of 4"):
-        Part("k", (4,), torch.int8, 2, 4)
+        Slice("k", (4,), torch.int8, 2, 4)
     with pytest.raises(InputError, match="blocks of 0 elements"):
         SavedTensor("int8", (2,), None, 0, ())
     assert SavedTensor("int8", (2,), None, 1, ()).uncovered() == "pieces end at element 0, the tensor has 2"
     with pytest.raises(InputError, match="twice"):
-        PartWriter(tmp_path / "a", [Part("k", (4,), torch.int8, 0, 2), Part("k", (4,), torch.int8, 2, 2)])
+        SliceWriter(tmp_path / "a", [Slice("k", (4,), torch.int8, 0, 2), Slice("k", (4,), torch.int8, 2, 2)])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_header_cannot_hold_is_refused_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elixir.checkpoint_format import part_writer
+    from elixir.checkpoint_format import slices
 
-    monkeypatch.setattr(part_writer, "LARGEST_HEADER_BYTES", 10_000)
+    monkeypatch.setattr(slices, "LARGEST_HEADER_BYTES", 10_000)
     with pytest.raises(InputError, match="shorten them"):
-        PartWriter(tmp_path / "a", [Part("k" * 6000, (4,), torch.int8, 0, 4)])
+        SliceWriter(tmp_path / "a", [Slice("k" * 6000, (4,), torch.int8, 0, 4)])
     assert list(tmp_path.iterdir()) == []
-    fits = part_writer.part_header([Part("k", (4,), torch.int8, 0, 4)])
-    monkeypatch.setattr(part_writer, "LARGEST_HEADER_BYTES", len(fits) - 8)
-    assert part_writer.part_header([Part("k", (4,), torch.int8, 0, 4)]) == fits
+    fits = slices.slice_header([Slice("k", (4,), torch.int8, 0, 4)])
+    monkeypatch.setattr(slices, "LARGEST_HEADER_BYTES", len(fits) - 8)
+    assert slices.slice_header([Slice("k", (4,), torch.int8, 0, 4)]) == fits
 
 
 def test_ranks_that_do_not_agree_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape("'a': int8 [4] and int8 [5]")):
         merge_tensors(
-            PartWriter(tmp_path / str(size), [Part("a", (size,), torch.int8, 0, 0)]).finish().tensors for size in (4, 5)
+            SliceWriter(tmp_path / str(size), [Slice("a", (size,), torch.int8, 0, 0)]).finish().tensors
+            for size in (4, 5)
         )
 
 
@@ -346,7 +349,7 @@ def test_weights_are_a_state_dict_of_the_model(tmp_path: Path) -> None:
 
 def test_the_latest_is_what_was_saved_last_whatever_its_step(tmp_path: Path) -> None:
     """A run resumed from step 500 while 1000 lies there."""
-    assert found_in(tmp_path / "absent") == ([], [])
+    assert find_checkpoints(tmp_path / "absent") == ((), ())
     for step in (500, 1000, 600):
         save(tmp_path / f"step-{step:08}", {"weight/w": torch.ones(1)}, step=step)
     (tmp_path / "notes").mkdir()
@@ -354,13 +357,13 @@ def test_the_latest_is_what_was_saved_last_whatever_its_step(tmp_path: Path) -> 
     damaged = tmp_path / "step-00001100"
     damaged.mkdir()
     (damaged / "index.json").write_text("{}")
-    found, errors = found_in(tmp_path)
+    found, errors = find_checkpoints(tmp_path)
     indexes = [read_index(each) for each in found]
     assert [(each.step, each.sequence) for each in indexes] == [(600, 3), (1000, 2), (500, 1)]
     assert [error.path for error in errors if isinstance(error, CheckpointCorrupt)] == [str(damaged / "index.json")]
     assert next_sequence(tmp_path / "step-00000700") == 4
     save(tmp_path / "step-00000500", {"weight/w": torch.ones(1)}, step=500)
-    assert read_index(found_in(tmp_path)[0][0]).step == 500
+    assert read_index(find_checkpoints(tmp_path)[0][0]).step == 500
 
 
 def test_a_removed_checkpoint_is_gone_index_first_and_foreign_files_stay(tmp_path: Path) -> None:
@@ -440,7 +443,7 @@ def test_small_and_large_reads_of_several_files_are_done_by_any_number_of_thread
     tensors = {f"weight/{i}": torch.randn(60_000 if i % 3 else 7) for i in range(2 * OPEN_FILES)}
     tensors["weight/large"] = torch.randn(3 * SPAN_BYTES // 4 + 11)
     index = save(tmp_path, tensors, world_size=2 * OPEN_FILES + 1)
-    with SavedCheckpoint(tmp_path) as reader:
+    with SliceReader(tmp_path) as reader:
         for _ in range(2):
             out = {key: torch.empty(each.numel()) for key, each in tensors.items()}
             for key, each in out.items():
@@ -493,13 +496,12 @@ def peak_growth_bytes(work: Callable[[], object]) -> int:
 
 def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dirty pages count as memory of a container."""
-    from elixir.checkpoint_format import part_writer
+    from elixir.checkpoint_format import slices
 
-    monkeypatch.setattr(part_writer, "FLUSH_EVERY_BYTES", 2 * SPAN_BYTES)
+    monkeypatch.setattr(slices, "FLUSH_EVERY_BYTES", 2 * SPAN_BYTES)
     files = RecordingFiles()
-    part = Part.whole("k", torch.zeros(6 * SPAN_BYTES, dtype=torch.int8))
-    writer = PartWriter(tmp_path / "a", [part], files=files)
-    writer.write_part(part)
+    writer = SliceWriter(tmp_path / "a", [Slice("k", (6 * SPAN_BYTES,), torch.int8, 0, 6 * SPAN_BYTES)], files=files)
+    writer.write_tensor("k", torch.zeros(6 * SPAN_BYTES, dtype=torch.int8))
     writer.finish()
     written = 0
     for operation in files.log:

@@ -13,31 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.folder import (
-    known_checkpoints,
-    located,
-    newest_checkpoints,
-    old_folder,
-    part_folder,
-    remove_checkpoint,
-    remove_old,
-    tidy,
-)
+from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint, remove_stale
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.run_folders import newest_checkpoints
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
-from tests.common.checkpoints import commit_written, found_in, save, write
-from tests.common.file_faults import (
-    Crash,
-    FailingFiles,
-    RecordingFiles,
-    ShortFiles,
-    UnsyncedFiles,
-    contents,
-    lay_out,
-)
+from tests.common.checkpoints import save, write
+from tests.common.file_faults import Crash, FailingFiles, RecordingFiles, ShortFiles, UnsyncedFiles
 
 
 def states(generation: int) -> dict[str, torch.Tensor]:
@@ -73,26 +58,27 @@ def generation_or_0(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("before", ["nothing", "checkpoint", "not removed", "killed", "between renames"])
+def lay_out(folder: Path, content: dict[str, bytes]) -> Path:
+    folder.mkdir()
+    for name, raw in content.items():
+        (folder / name).write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize("before", ["nothing", "checkpoint", "settled never", "killed"])
 def test_every_prefix_of_a_save_leaves_the_old_or_the_new(tmp_path: Path, before: str) -> None:
     """Also with all or a part of what was not synchronised dropped: bytes, names and renames."""
-    root = tmp_path / "disk"
-    folder = root / "run"
-    root.mkdir()
+    folder = tmp_path / "run"
+    folder.mkdir()
     if before != "nothing":
         save_generation(folder, 1)
-    if before == "not removed":
-        commit_written(folder, write(folder, states(2), values={"generation": 2}, step=2))
+    if before == "settled never":
+        commit(folder, write(folder, states(2), values={"generation": 2}, step=2))
     if before == "killed":
         write(folder, states(9))
-    if before == "between renames":
-        folder.rename(old_folder(folder, "0badcafe"))
-        write(folder, states(9))
-    if before != "nothing":
-        (located(folder) / "notes").write_bytes(b"mine")
     old = 0 if before == "nothing" else generation_in(folder)
     new = old + 1
-    crash, recorded = Crash(root), RecordingFiles()
+    crash, recorded = Crash(folder), RecordingFiles()
     save_generation(folder, new, files=recorded)
     assert {each.name for each in recorded.log} >= {"create", "resize", "write", "sync", "rename", "sync_folder"}
     found: dict[frozenset[tuple[str, bytes]], int] = {}  # many prefixes leave the same
@@ -103,16 +89,13 @@ def test_every_prefix_of_a_save_leaves_the_old_or_the_new(tmp_path: Path, before
         for what, content in crash.outcomes(seeds=4):
             left = frozenset(content.items())
             if left not in found:
-                place = lay_out(tmp_path / f"left-{len(found)}", content) / "run"
+                place = lay_out(tmp_path / f"left-{len(found)}", content)
                 found[left] = generation_or_0(place)
                 if len(found) % 5 == 0:
                     # The next run finds its way, and leaves nothing behind.
                     save_generation(place, new + 1)
                     assert generation_in(place) == new + 1
-                    mine = [path.name for path in place.iterdir() if path.name == "notes"]
-                    assert mine or old == 0 or what != "kept"
-                    assert len(list(place.iterdir())) == 3 + len(mine)
-                    assert list(place.parent.iterdir()) == [place]
+                    assert len(list(place.iterdir())) == 3
             assert found[left] in (old, new), (number, what)
             if what == "kept" and found[left] == new:
                 committed_at = min(committed_at, number)
@@ -124,11 +107,11 @@ def test_every_prefix_of_a_save_leaves_the_old_or_the_new(tmp_path: Path, before
 def test_a_save_that_does_not_synchronise_would_be_caught(tmp_path: Path) -> None:
     """The replay above can fail: without synchronised files, or folders, there are states that are neither."""
     for left_out in ("sync", "sync_folder"):
-        root = tmp_path / left_out
-        root.mkdir()
-        save_generation(root / "run", 1)
-        crash, recorded = Crash(root), RecordingFiles()
-        save_generation(root / "run", 2, files=recorded)
+        folder = tmp_path / left_out
+        folder.mkdir()
+        save_generation(folder, 1)
+        crash, recorded = Crash(folder), RecordingFiles()
+        save_generation(folder, 2, files=recorded)
         wrong = 0
         for operation in recorded.log:
             if operation.name == left_out:
@@ -137,7 +120,7 @@ def test_a_save_that_does_not_synchronise_would_be_caught(tmp_path: Path) -> Non
             for _, content in crash.outcomes(seeds=2):
                 place = lay_out(tmp_path / f"left-{len(list(tmp_path.iterdir()))}", content)
                 try:
-                    wrong += generation_in(place / "run") not in (1, 2)
+                    wrong += generation_in(place) not in (1, 2)
                 except (CheckpointError, AssertionError):
                     wrong += 1
             if wrong:
@@ -146,17 +129,19 @@ def test_a_save_that_does_not_synchronise_would_be_caught(tmp_path: Path) -> Non
 
 
 def test_every_prefix_of_a_removal_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
-    root = tmp_path / "disk"
-    root.mkdir()
-    save_generation(root / "run", 1)
-    crash, recorded = Crash(root), RecordingFiles()
-    remove_checkpoint(root / "run", files=recorded)
-    assert not (root / "run").exists()
-    for number, operation in enumerate(recorded.log):
+    folder = tmp_path / "run"
+    save_generation(folder, 1)
+    crash, recorded = Crash(folder), RecordingFiles()
+    remove_checkpoint(folder, files=recorded)
+    assert not folder.exists()
+    for number, operation in enumerate(
+        each for each in recorded.log if each.path != str(folder) or each.name != "remove"
+    ):
         crash.do(operation)
         for what, content in crash.outcomes(seeds=2):
             place = lay_out(tmp_path / f"{number}-{what.replace(' ', '-')}", content)
-            assert generation_or_0(place / "run") in (0, 1)
+            if (place / "index.json").exists():
+                assert generation_in(place) == 1
 
 
 # --- several file systems --------------------------------------------------------------------------------------------
@@ -164,95 +149,52 @@ def test_every_prefix_of_a_removal_leaves_a_whole_checkpoint_or_none(tmp_path: P
 
 def test_file_systems_that_commit_at_different_moments_keep_what_all_have(tmp_path: Path) -> None:
     """One file system has committed, the other has not when both are killed: both go on with the one before."""
-    places = [tmp_path / name / "run" for name in "ab"]
-    old = [save_generation(place, 1) for place in places]
+    places = [tmp_path / name for name in "ab"]
+    for place in places:
+        save_generation(place, 1)
+    old = [read_index(place) for place in places]
     new = [write(place, states(2), values={"generation": 2}, step=2) for place in places]
-    commit_written(places[0], new[0])
-    assert [index for _, index in known_checkpoints(places[0])] == [new[0], old[0]]
-    # ... and killed.
+    commit(places[0], new[0])
+    assert read_index(places[0], previous=True) == old[0]
+    # ... and killed. Nothing that either index names is stale yet.
+    assert remove_stale(places[0]) == ()
     for place, index in zip(places, old, strict=True):
-        for _ in range(2):  # again, as after another kill
-            tidy(place, index.id)
-            assert generation_in(place) == 1
-        save_generation(place, 3)
-        assert [path.name for path in place.parent.iterdir()] == ["run"]
+        finish_commit(place, index.id)
+        finish_commit(place, index.id)  # again, as after another kill
+        remove_stale(place)
+        assert generation_in(place) == 1
+        assert len(list(place.iterdir())) == 3
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        finish_commit(places[0], new[0].id)
 
 
-def test_foreign_files_stay_in_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    save_generation(folder, 1)
+def test_a_commit_over_one_that_was_never_settled_is_refused(tmp_path: Path) -> None:
+    save_generation(tmp_path, 1)
+    index = write(tmp_path, states(2))
+    commit(tmp_path, index)
+    with pytest.raises(CheckpointError, match="finish_commit"):
+        commit(tmp_path, write(tmp_path, states(3)))
+    finish_commit(tmp_path, index.id)
+    assert not (tmp_path / "index.previous.json").exists()
+
+
+def test_foreign_files_are_never_stale(tmp_path: Path) -> None:
+    save_generation(tmp_path, 1)
     foreign = ("model.safetensors", "config.json", ".index.json", "notes-rank-1.txt", "abc.safetensors")
     for name in foreign:
-        (folder / name).touch()
-    (folder / "more").mkdir()
-    stale = ("0123456789abcdef-rank-00000-of-00001.safetensors", ".index.json.0123456789ab", "index.previous.json")
+        (tmp_path / name).touch()
+    stale = (
+        "0123456789abcdef-rank-00000-of-00001.safetensors",
+        "0123456789abcdef-shared.safetensors",
+        ".index.json.0123456789ab",
+    )
     for name in stale:
-        (folder / name).touch()  # of an earlier version
-    save_generation(folder, 2)
-    assert generation_in(folder) == 2
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {*foreign, "more"}
-    assert not names & set(stale)
-    # One that came meanwhile is not replaced by one of that name that a killed save had put aside.
-    index = write(folder, states(3), values={"generation": 3}, step=3)
-    commit_written(folder, index)
-    (folder / "config.json").write_text("new")
-    with pytest.raises(FileError, match="not empty"):
-        remove_old(folder)
-    assert (folder / "config.json").read_text() == "new"
-    assert [path.name for path in old_folder(folder, index.id).iterdir()] == ["config.json"]
-
-
-def test_a_checkpoint_of_an_earlier_version_whose_commit_was_cut_off_is_known(tmp_path: Path) -> None:
-    """It had the index before it in the same folder, if there were several file systems."""
-    first = save_generation(tmp_path / "one", 1)
-    second = save_generation(tmp_path / "run", 2)
-    for path in (tmp_path / "one").iterdir():
-        name = "index.previous.json" if path.name == "index.json" else path.name
-        path.rename(tmp_path / "run" / name)
-    assert known_checkpoints(tmp_path / "run") == [(tmp_path / "run", second), (tmp_path / "run", first)]
-    assert tidy(tmp_path / "run", first.id) == []
-    assert generation_in(tmp_path / "run") == 2
-
-
-def test_a_checkpoint_that_was_put_aside_is_found_by_its_name(tmp_path: Path) -> None:
-    save_generation(tmp_path / "step-00000001", 1)
-    aside = old_folder(tmp_path / "step-00000001", "0badcafe")
-    (tmp_path / "latest").symlink_to("step-00000001")
-    (tmp_path / "step-00000001").rename(aside)
-    write(tmp_path / "step-00000002", states(2))
-    assert found_in(tmp_path) == ([aside], [])
-    for name in ("step-00000001", "latest"):
-        assert generation_in(tmp_path / name) == 1
-        assert [where for where, _ in known_checkpoints(tmp_path / name)] == [aside]
-    assert remove_checkpoint(aside)
-
-
-def test_a_copy_that_somebody_has_made_is_none_that_was_put_aside(tmp_path: Path) -> None:
-    names = ("run.old", "run.1.old", "run.part", "run.0badcafe.part.old")
-    for name in names:
-        save_generation(tmp_path / name, 1)
-    save_generation(tmp_path / "run", 2)
-    save_generation(tmp_path / "run", 3)
-    assert [generation_in(tmp_path / name) for name in names] == [1] * len(names)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "run"])
-
-
-def test_a_checkpoint_is_read_from_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
-    save_generation(tmp_path / "run", 1)
-
-    class Private(Files):
-        def call(self, operation, path, function, *args):  # type: ignore[no-untyped-def]
-            if operation == "list":
-                raise FileError(errno.EACCES, "Permission denied", path, operation)
-            return super().call(operation, path, function, *args)
-
-    ((where, index),) = known_checkpoints(tmp_path / "run", files=Private())
-    assert (where, index.step) == (tmp_path / "run", 1)
-    with open_checkpoint(tmp_path / "run", files=Private()) as saved:
-        assert saved.value("generation") == 1
-    with pytest.raises(FileError, match="Permission denied"):
-        list(newest_checkpoints(tmp_path, [], files=Private()))
+        (tmp_path / name).touch()
+    assert set(remove_stale(tmp_path)) == set(stale)
+    assert {path.name for path in tmp_path.iterdir()} >= set(foreign)
+    (tmp_path / "index.json").write_text("damaged")
+    with pytest.raises(CheckpointError):
+        remove_stale(tmp_path)
 
 
 # --- disks that fail -------------------------------------------------------------------------------------------------
@@ -267,55 +209,63 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new(
     recorded = RecordingFiles()
     before: dict[str, bytes] = {}
     if old:
-        save_generation(tmp_path / "first" / "run", old)
-        before = contents(tmp_path / "first")
-    save_generation(tmp_path / "first" / "run", old + 1, files=recorded)
+        save_generation(tmp_path / "first", old)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
+    save_generation(tmp_path / "first", old + 1, files=recorded)
     at, failed = 0, True
     while failed:
         at += 1
-        root = lay_out(tmp_path / f"{at}", before)
-        folder = root / "run"
-        crash, files = Crash(root), FailingFiles(at, code, forever=forever)
+        folder = lay_out(tmp_path / f"{at}", before)
+        crash, files = Crash(folder), FailingFiles(at, code, forever=forever)
         try:
             save_generation(folder, old + 1, files=files)
             failed = False
         except FileError as error:
             assert error.errno == code  # noqa: PT017
-        assert generation_or_0(folder) in ((old, old + 1) if failed else (old + 1,))
+        if old or not failed or (folder / "index.json").exists():
+            assert generation_in(folder) in (old, old + 1)
         # The machine crashes on top of it.
         for operation in files.log:
             crash.do(operation)
         for what, content in crash.outcomes(seeds=1):
             if what != "kept":  # which is what has just been looked at
-                place = lay_out(tmp_path / f"{at}-{what.replace(' ', '-')}", content)
-                assert generation_or_0(place / "run") in (old, old + 1)
+                assert generation_or_0(lay_out(tmp_path / f"{at}-{what.replace(' ', '-')}", content)) in (old, old + 1)
         save_generation(folder, old + 2)
         assert generation_in(folder) == old + 2
         assert len(list(folder.iterdir())) == 3, "something is left behind"
-        assert list(root.iterdir()) == [folder], "something is left behind"
     assert at > len(recorded.log)
 
 
 def test_a_failed_save_leaves_no_files_that_fill_the_disk(tmp_path: Path) -> None:
     """The disk is full in the middle of the data: the old checkpoint is as it was, and the room is given back."""
-    save_generation(tmp_path / "run", 1)
-    before = contents(tmp_path)
+    save_generation(tmp_path, 1)
+    before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(FileError, match="No space left"):
-        save_generation(tmp_path / "run", 2, files=FailingFiles(4, only=("write",)))
-    assert contents(tmp_path) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        save_generation(tmp_path, 2, files=FailingFiles(4, only=("write",)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert generation_in(tmp_path) == 1
 
 
-def test_a_commit_that_could_not_be_synchronised_keeps_both(tmp_path: Path) -> None:
-    """The disk may have either of the two names until the folder around them is synchronised."""
-    folder = tmp_path / "run"
-    first = save_generation(folder, 1)
-    index = write(folder, states(2), values={"generation": 2}, step=2)
+def test_a_commit_that_could_not_be_synchronised_is_taken_back(tmp_path: Path) -> None:
+    save_generation(tmp_path, 1)
+    index = write(tmp_path, states(2))
     with pytest.raises(FileError):
-        commit_written(folder, index, files=FailingFiles(2, only=("sync_folder",)))
-    assert [index.id for _, index in known_checkpoints(folder)] == [index.id, first.id]
-    assert generation_in(folder) == 2
-    assert not part_folder(folder, index.id).exists()
+        commit(tmp_path, index, files=FailingFiles(2, only=("sync_folder",)))
+    assert generation_in(tmp_path) == 1
+    assert all(
+        (tmp_path / name).exists() for name in index.files
+    )  # the disk may name them until the folder is synchronised
+    with pytest.raises(FileError):
+        abandon(tmp_path, index.id, files=FailingFiles(1, only=("sync_folder",)))
+    assert all((tmp_path / name).exists() for name in index.files)
+    abandon(tmp_path, index.id)
+    assert not any((tmp_path / name).exists() for name in index.files)
+
+
+def test_what_was_committed_is_not_abandoned(tmp_path: Path) -> None:
+    index = save_generation(tmp_path, 1)
+    abandon(tmp_path, index.id)
+    assert generation_in(tmp_path) == 1
 
 
 def test_short_transfers_save_and_load_the_same(tmp_path: Path) -> None:

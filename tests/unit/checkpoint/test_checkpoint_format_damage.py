@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format.folder import read_index
+from elixir.checkpoint_format.commit import read_index
 from elixir.checkpoint_format.index import Index, parse_index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from tests.common import inside
 from tests.common.checkpoints import group, same, save

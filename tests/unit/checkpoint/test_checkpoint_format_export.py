@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
-from tests.common.checkpoints import commit_written, save, write
+from tests.common.checkpoints import save, write
 from tests.common.file_faults import FailingFiles, RecordingFiles
 
 
@@ -136,7 +138,7 @@ def test_weights_that_lie_in_another_order_are_exported_by_position(tmp_path: Pa
     tensors = {"weight/w": torch.randn(6, 4), "weight/v": torch.randn(3)}
     index = write(tmp_path, tensors | {"weight/w": tensors["weight/w"].t()}, world_size=3)
     turned = replace(index.tensors["weight/w"], shape=(6, 4), order=(1, 0))
-    commit_written(tmp_path, replace(index, tensors=index.tensors | {"weight/w": turned}))
+    commit(tmp_path, replace(index, tensors=index.tensors | {"weight/w": turned}))
     size = dtype.itemsize * (24 + 3)
     out = export_hf(tmp_path, tmp_path / "out", dtype=dtype, max_shard_size=size)
     found = load_file(out / "model.safetensors")
@@ -234,18 +236,20 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
         assert saved.read("weight/w", 0, 500).all()
 
 
-def test_an_export_reads_no_more_at_once_than_a_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_reads_no_more_at_once_than_a_span(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
-    read_into = SavedCheckpoint.read_into
+    read_into = SliceReader.read_into
 
-    def noted(self: SavedCheckpoint, key: str, start: int, out: torch.Tensor) -> None:
+    def noted(self: SliceReader, key: str, start: int, out: torch.Tensor) -> None:
         sizes.append(out.nbytes)
         read_into(self, key, start, out)
 
-    for name in ("saved_tensor", "part_writer", "saved_checkpoint", "export"):
-        monkeypatch.setattr(f"elixir.checkpoint_format.{name}.SPAN_BYTES", 1000)
-    monkeypatch.setattr(SavedCheckpoint, "read_into", noted)
-    save(tmp_path / "saved", {"weight/w": torch.arange(1203.0)}, world_size=2)
-    export_hf(tmp_path / "saved", tmp_path / "out", dtype="float64")
+    export_hf(folder, tmp_path / "whole")
+    monkeypatch.setattr("elixir.checkpoint_format.export.SPAN_BYTES", 1000)
+    monkeypatch.setattr(SliceReader, "read_into", noted)
+    export_hf(folder, tmp_path / "pieces")
     assert max(sizes) == 1000
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.arange(1203.0).double())
+    (whole,), (pieces,) = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "pieces"))
+    assert whole.read_bytes() == pieces.read_bytes()

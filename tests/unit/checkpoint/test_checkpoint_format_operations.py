@@ -14,32 +14,35 @@ from typing import Any
 import pytest
 import torch
 
+from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.folder import known_checkpoints, part_folder, remove_checkpoint, remove_old, tidy
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.part_writer import HEADER_MULTIPLE_BYTES, PartWriter
-from elixir.checkpoint_format.saved_checkpoint import OPEN_FILES, SavedCheckpoint
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Part
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
+from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader
+from elixir.checkpoint_format.slices import HEADER_MULTIPLE_BYTES, Slice, SliceWriter
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
-from tests.common.checkpoints import commit_written, save, write
-from tests.common.file_faults import FailingFiles, RecordingFiles, contents
+from tests.common.checkpoints import save, write
+from tests.common.file_faults import FailingFiles, RecordingFiles
 
 TENSORS = {"weight/w": torch.arange(3.0), "buffer/b": torch.arange(2.0)}
-NEW_INDEX = ["create index", "write index", "sync index"]
-COMMIT = [*NEW_INDEX, "sync_folder part", "rename part to folder", "sync_folder root"]
+NEW_INDEX = ["create new index", "write new index", "sync new index", "rename new index to index"]
+LINK = "link index to previous"
+TAKE_BACK = ["rename previous to index", "remove previous"]
+"""One of the two has nothing to do: a rename of a file to another of its names leaves both."""
 
 
 def operations(files: RecordingFiles, folder: Path) -> list[str]:
     """Says what was done, without random parts of names."""
 
     def name(path: str) -> str:
-        whole = {str(folder): "folder", str(folder.parent): "root"}
-        if path in whole or path.endswith((".part", ".old")):
-            return whole.get(path, path.rpartition(".")[2])
+        if path == str(folder):
+            return "folder"
         plain = re.sub(r"^[0-9a-f]{16}-", "", os.path.basename(path))
         plain = re.sub(r"^\.(.*)\.[0-9a-f]{12}$", r"new \1", plain)
-        return plain.replace("index.json", "index").removesuffix(".safetensors")
+        return (
+            plain.replace("index.previous.json", "previous").replace("index.json", "index").removesuffix(".safetensors")
+        )
 
     return [
         f"{each.name} {name(each.source)} to {name(each.path)}" if each.source else f"{each.name} {name(each.path)}"
@@ -74,52 +77,54 @@ def uncommitted(folder: Path) -> Index:
     return write(folder, TENSORS, world_size=1)
 
 
-def test_commits_and_removals_are_made_in_this_order(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    commit_written(folder, uncommitted(folder), files=(files := RecordingFiles()))
-    assert operations(files, folder) == COMMIT
-    remove_old(folder, files=(files := RecordingFiles()))
-    assert operations(files, folder) == []
-    second = uncommitted(folder)
-    commit_written(folder, second, files=(files := RecordingFiles()))
-    assert operations(files, folder) == [*COMMIT[:-2], "rename folder to old", *COMMIT[-2:]]
-    removal = ["remove index", "sync_folder old", "remove rank-00000-of-00001", "remove old"]
-    remove_old(folder, files=(files := RecordingFiles()))
-    assert operations(files, folder) == removal
-    left = part_folder(folder, uncommitted(folder).id)
-    (left / ".0123456789abcdef-rank-00001").touch()
-    assert tidy(folder, files=(files := RecordingFiles())) == [left]
-    assert set(operations(files, folder)[:-1]) == {
-        f"remove {name}" for name in (".0123456789abcdef-rank-00001", "rank-00000-of-00001")
-    }
-    assert operations(files, folder)[-1] == "remove part"
-    assert [index for _, index in known_checkpoints(folder)] == [second]
-    assert remove_checkpoint(folder, files=(files := RecordingFiles()))
-    assert operations(files, folder) == [each.replace(" old", " folder") for each in removal]
-    assert list(tmp_path.iterdir()) == []
+def test_commits_settle_and_abandon_in_this_order(tmp_path: Path) -> None:
+    first = uncommitted(tmp_path)
+    commit(tmp_path, first, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == ["sync_folder folder", *NEW_INDEX, "sync_folder folder"]
+    finish_commit(tmp_path, first.id, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == ["sync_folder folder"]
+    second = uncommitted(tmp_path)
+    commit(tmp_path, second, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == [LINK, "sync_folder folder", *NEW_INDEX, "sync_folder folder"]
+    finish_commit(tmp_path, first.id, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == ["rename previous to index", "sync_folder folder"]
+    abandon(tmp_path, second.id, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == ["sync_folder folder", "remove rank-00000-of-00001"]
+    third = uncommitted(tmp_path)
+    commit(tmp_path, third)
+    finish_commit(tmp_path, third.id, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path) == ["remove previous", "sync_folder folder"]
+    assert remove_checkpoint(tmp_path, files=(files := RecordingFiles()))
+    assert operations(files, tmp_path)[:2] == ["remove index", "sync_folder folder"]
+    assert sorted(operations(files, tmp_path)[2:-1]) == ["remove rank-00000-of-00001"] * 2
+    assert operations(files, tmp_path)[-1] == "remove folder"
+    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_commit_that_fails_anywhere_leaves_what_was_there(tmp_path: Path, replacing: bool) -> None:
-    done = [*COMMIT[:-2], *["rename folder to old"] * replacing, *COMMIT[-2:]]
+    if replacing:
+        save(tmp_path, TENSORS)
+    index = uncommitted(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = [LINK] * replacing + ["sync_folder folder", *NEW_INDEX]
     for at in range(len(done)):
-        folder = tmp_path / str(at) / "run"
-        before = [save(folder, TENSORS).id] if replacing else []
-        index = uncommitted(folder)
-        written = contents(part_folder(folder, index.id))
         with pytest.raises(FileError):
-            commit_written(folder, index, files=(files := FailingFiles(at + 1)))
-        assert operations(files, folder) == done[:at]
-        new = [index.id] if at == len(done) - 1 else []  # only the last synchronisation has failed
-        assert [index.id for _, index in known_checkpoints(folder)] == new + before
-        if not new:
-            assert contents(part_folder(folder, index.id)).items() >= written.items()
+            commit(tmp_path, index, files=(files := FailingFiles(at + 1)))
+        assert operations(files, tmp_path)[:at] == done[:at]
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(FileError):
+        commit(tmp_path, index, files=(files := FailingFiles(len(done) + 1)))
+    assert operations(files, tmp_path) == [*done, TAKE_BACK[0] if replacing else "remove index"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    commit(tmp_path, index)
+    assert read_index(tmp_path).id == index.id
 
 
 def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> None:
-    files, part = DroppingFiles(), Part.whole("k", torch.arange(5, dtype=torch.int8))
-    writer = PartWriter(tmp_path / "a", [part], files=files)
-    writer.write_part(part)
+    files, values = DroppingFiles(), torch.arange(5, dtype=torch.int8)
+    writer = SliceWriter(tmp_path / "a", [Slice("k", (5,), torch.int8, 0, 5)], files=files)
+    writer.write_tensor("k", values)
     before = threading.active_count()
     written = writer.finish()
     assert threading.active_count() == before - 1, "the thread that made checksums is over"
@@ -128,13 +133,13 @@ def test_a_written_file_is_reserved_synchronised_and_let_go(tmp_path: Path) -> N
     assert files.dropped == [str(tmp_path / "a")]
     assert written.nbytes == (tmp_path / "a").stat().st_size == HEADER_MULTIPLE_BYTES + 5
     assert str(tmp_path / "a") not in open_paths()
-    other = PartWriter(tmp_path / "b", [part], files=files)
-    other.write_part(part)
+    other = SliceWriter(tmp_path / "b", [Slice("k", (5,), torch.int8, 0, 5)], files=files)
+    other.write_tensor("k", values)
     other.abandon()
     assert threading.active_count() == before - 1
     assert operations(files, tmp_path)[-1] == "remove b"
     with pytest.raises(FileError):
-        PartWriter(tmp_path / "b", [part], files=FailingFiles(1, only=("write",)))
+        SliceWriter(tmp_path / "b", [Slice("k", (5,), torch.int8, 0, 5)], files=FailingFiles(1, only=("write",)))
     assert threading.active_count() == before - 1
     assert not (tmp_path / "b").exists()
     assert str(tmp_path / "b") not in open_paths()
@@ -149,7 +154,7 @@ def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_pat
     made = [f"{what} new {shard}" for shard in shards for what in ("create", "resize", *["write"] * 3, "sync")]
     made += [f"{what} new {text}" for text in texts for what in ("create", "write", "sync")]
     found = operations(files, tmp_path / "out")
-    assert found[:2] == ["make folder", "sync_folder root"]
+    assert found[:2] == ["make folder", f"sync_folder {tmp_path.name}"]
     assert found[2:-5] == made
     assert all(f".{shard}." in path for shard, path in zip(shards, files.dropped, strict=True))
     assert [each.rpartition(" to ")[2] for each in found[-5:-1]] == [*shards, *texts]
@@ -160,7 +165,7 @@ def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_pat
 def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
     tensors = {"weight/w": torch.arange(3.0 * OPEN_FILES)}
     save(tmp_path, tensors, world_size=OPEN_FILES + 3)
-    with SavedCheckpoint(tmp_path) as reader:
+    with SliceReader(tmp_path) as reader:
         most = 0
         for first in range(0, 3 * OPEN_FILES, 3):
             assert torch.equal(reader.read("weight/w", first, first + 3), tensors["weight/w"][first : first + 3])
@@ -170,7 +175,7 @@ def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
         reader.begin_to_read("weight/w", 0, torch.empty(5))
     assert not any(str(tmp_path) in path for path in open_paths())
     files = OpeningFiles()
-    with SavedCheckpoint(tmp_path, files=files) as reader:
+    with SliceReader(tmp_path, files=files) as reader:
         before = files.opened
         for number in (*range(OPEN_FILES), 0, OPEN_FILES, 0):  # what was used last stays open
             first = -(-3 * OPEN_FILES * number // (OPEN_FILES + 3))
@@ -190,7 +195,7 @@ def test_files_are_closed_when_what_reads_them_is_done(tmp_path: Path) -> None:
             return super().call(operation, path, function, *args)
 
     out = torch.zeros(2 * OPEN_FILES)
-    with SavedCheckpoint(tmp_path, files=Late()) as reader:
+    with SliceReader(tmp_path, files=Late()) as reader:
         reader.read_into("weight/w", 0, out)
     assert torch.equal(out, tensors["weight/w"])
 
@@ -205,7 +210,7 @@ def test_large_reads_are_made_by_threads_that_end_with_the_reader(tmp_path: Path
                 threads.add(threading.current_thread().name.partition("_")[0])
             return super().call(operation, path, function, *args)
 
-    with SavedCheckpoint(tmp_path, files=Watched()) as reader:
+    with SliceReader(tmp_path, files=Watched()) as reader:
         reader.read("weight/w", 1, 1000)
         assert threads == {"MainThread"}, "a part of a span goes through separate memory"
         threads.clear()
@@ -230,7 +235,7 @@ def test_nothing_is_written_to_a_callers_tensor_after_an_error(tmp_path: Path) -
             return super().call(operation, path, function, *args)
 
     out = [torch.zeros(SPAN_BYTES // 4) for _ in tensors]
-    with SavedCheckpoint(tmp_path, files=FirstFails()) as reader:
+    with SliceReader(tmp_path, files=FirstFails()) as reader:
         for key, each in zip(tensors, out, strict=True):
             reader.begin_to_read(key, 0, each)
         with pytest.raises(CheckpointError, match="Input/output error"):

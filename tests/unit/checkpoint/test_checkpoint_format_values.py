@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.values import DEEPEST, decode, encode
 from elixir.errors import CheckpointCorrupt, InputError
-from tests.common.checkpoints import commit_written, same, save, write
+from tests.common.checkpoints import same, save, write
 
 VALUES: dict[str, Any] = {
     "plain": {"a": None, "b": [True, 1, -1.5, "ü\ud800\0"], "": {}},
@@ -206,7 +207,7 @@ def test_values_that_were_not_encoded_are_corrupt(tmp_path: Path) -> None:
         {"$": "tensor", "key": "weight/w", "dtype": "complex128", "shape": [2]}, nested, by_name, tuples, pairs,
     ]  # fmt: skip
     index = write(tmp_path, {"weight/w": torch.ones(4)})
-    commit_written(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))
+    commit(tmp_path, dataclasses.replace(index, values={str(i): each for i, each in enumerate(wrong)}))
     with open_checkpoint(tmp_path) as saved:
         for i in range(len(wrong)):
             with pytest.raises(CheckpointCorrupt) as caught:

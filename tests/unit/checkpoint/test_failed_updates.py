@@ -13,7 +13,7 @@ import torch
 from elixir.checkpoint.snapshot import Snapshot, aligned
 from elixir.errors import CheckpointError
 from tests.common import inside
-from tests.unit.checkpoint.test_snapshot import CPU, SPAN, Chunk, Flat, Sink, _small_spans, parts_of, pool_of  # noqa: F401
+from tests.unit.checkpoint.test_snapshot import CPU, SPAN, Chunk, Flat, Sink, _small_spans, pool_of  # noqa: F401
 
 needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal interrupts the main thread")
 
@@ -72,7 +72,7 @@ def test_an_update_that_cannot_copy_goes_on_and_the_writer_ends(reading: bool) -
 
     chunks, pool = [Chunk(0, 10), Chunk(1, 10)], pool_of(1 << 12)
     snapshot = Snapshot(chunks, pool, CPU)
-    chunks[0].read = lambda: parts_of({"a/0": Unreadable(torch.ones(10))})  # type: ignore[method-assign]
+    chunks[0].read = lambda: {"a/0": Unreadable(torch.ones(10))}  # type: ignore[method-assign]
 
     def check() -> None:
         raise RuntimeError("unreadable")
@@ -111,7 +111,7 @@ def test_an_interrupt_of_an_update_ends_it_and_the_save() -> None:
             raise KeyboardInterrupt
 
     chunk = Chunk(0, 10)
-    chunk.read = lambda: parts_of({"a/0": Interrupted(torch.ones(10))})  # type: ignore[method-assign]
+    chunk.read = lambda: {"a/0": Interrupted(torch.ones(10))}  # type: ignore[method-assign]
     snapshot = Snapshot([chunk], pool_of(1 << 12), CPU)
     with pytest.raises(KeyboardInterrupt):
         snapshot.release(0)
@@ -150,7 +150,7 @@ def test_an_interrupt_of_an_update_that_waits_for_the_writer_ends_both() -> None
 @needs_signals
 def test_an_interrupt_of_an_update_that_waits_for_another_leaves_that_the_memory_for_its_copy() -> None:
     live, chunk, pool = Waiting(torch.ones(SPAN)), Chunk(0, SPAN), pool_of(1 << 12)
-    chunk.read = lambda: parts_of({"a/0": live})  # type: ignore[method-assign]
+    chunk.read = lambda: {"a/0": live}  # type: ignore[method-assign]
     snapshot = Snapshot([chunk], pool, CPU)
     first = threading.Thread(target=snapshot.release, args=(0,))
     first.start()
@@ -172,7 +172,7 @@ def test_a_copy_is_given_up_while_it_is_written() -> None:
         [Chunk(0, 10), Chunk(1, 10)],
         pool_of(1 << 12),
     )
-    chunks[1].read = lambda: parts_of({"a/1": live})  # type: ignore[method-assign]
+    chunks[1].read = lambda: {"a/1": live}  # type: ignore[method-assign]
     snapshot, written = Snapshot(chunks, pool, CPU), list[str]()
     snapshot.release(0)
     update = threading.Thread(target=snapshot.release, args=(1,))

@@ -110,6 +110,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert names(tmp_path) == ["a"]
 
 
+def test_a_link_where_there_are_none_is_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    FILES.link(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").samefile(tmp_path / "b")
+    files = FailingFiles(1, errno.EPERM, only=("link",))
+    files.link(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").read_bytes() == b"content"
+    with pytest.raises(FileError) as caught:
+        FailingFiles(1, errno.EIO, only=("link",)).link(tmp_path / "a", tmp_path / "d")
+    assert caught.value.errno == errno.EIO
+
+
 def test_folders_are_made_with_names_that_survive(tmp_path: Path) -> None:
     files = RecordingFiles()
     files.make_folder(tmp_path / "a" / "b")

@@ -21,10 +21,11 @@ import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions, Saves
-from elixir.checkpoint.snapshot import COPIES, Snapshot
+from elixir.checkpoint.snapshot import Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -35,6 +36,7 @@ from elixir.errors import (
     InputTypeError,
 )
 from elixir.plan.plan import Plan
+from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
 from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
@@ -84,10 +86,8 @@ def test_saves_that_were_all_cut_off_are_told(run: Run, tmp_path: Path, caplog: 
         assert not caplog.records
         checkpoints.save(3, run.state())
     (tmp_path / "step-00000003" / INDEX_NAME).unlink()
-    (tmp_path / "step-00000005.0badcafe.part").mkdir()
     assert Checkpoints(tmp_path).load(run.state()) is None
-    cut_off = "step-00000003, step-00000005.0badcafe.part"
-    assert f"all saves were cut off, so nothing is loaded: {cut_off}" in caplog.text
+    assert "all saves were cut off, so nothing is loaded: step-00000003" in caplog.text
 
 
 def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
@@ -112,15 +112,13 @@ def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_a_save_that_was_cut_off_left_goes_before_the_next_takes_room(run: Run, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
-    left = tmp_path / "run.0123456789abcdef.part" / "0123456789abcdef-rank-00000-of-00001.safetensors"
-    left.parent.mkdir()
+    save_checkpoint(tmp_path, run.state(), wait=True, files=FILES)
+    left = tmp_path / "0123456789abcdef-rank-00000-of-00001.safetensors"
     left.write_bytes(b"cut off")
     files = RecordingFiles()
-    save_checkpoint(tmp_path / "run", run.state(), wait=True, files=files)
+    save_checkpoint(tmp_path, run.state(), wait=True, files=files)
     removed = [change.name == "remove" and change.path == str(left) for change in files.log].index(True)
-    assert removed < [change.name for change in files.log].index("write")
-    assert os.listdir(tmp_path) == ["run"]
+    assert removed < [change.name for change in files.log].index("create")
 
 
 def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
@@ -299,6 +297,21 @@ def test_of_two_saves_at_once_into_one_folder_none_is_lost(run: Run, tmp_path: P
         assert saved.value("number") == 2
 
 
+def test_states_that_change_their_layout_in_a_save_fail_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ChunkStates.tensors
+    monkeypatch.setattr(
+        ChunkStates,
+        "tensors",
+        lambda states: real(states)[: -1 if threading.current_thread().name == "elixir save" else None],
+    )
+    with pytest.raises(CheckpointError, match=r"states of chunk \d+ changed their layout while they were saved"):
+        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
+    with pytest.raises(CheckpointNotFound):
+        load_checkpoint(tmp_path / "run", run.state(), files=FILES)
+
+
 def test_close_tells_of_a_save_that_failed(tmp_path: Path) -> None:
     it, plan = planned("cnn", "mixed")
     run = Run(it, plan, adamw)
@@ -332,12 +345,12 @@ def test_memory_for_copies_of_another_size_takes_the_place_of_the_old(run: Run, 
     user, parts = UserState.of(run.state()), inside.arena(run.module).parts
     saves = Saves.of(user.states)
     for nbytes in (4096, 4096, 8192, 0, 4096):
-        saves.start(user, SaveOptions(tmp_path, files=FILES, copies_bytes=nbytes + 1)).wait()
-        pool = inside.checkpoint_copies(run.module)
-        area = inside.copy_room(pool, 64)
+        saves.start(user, SaveOptions(tmp_path, files=FILES, pool_bytes=nbytes + 1)).wait()
+        pool = inside.checkpoint_pool(run.module)
+        area = pool.take(64)
         assert parts("host").get("checkpoint", 0) == nbytes
         if area is not None:
-            pool.buffers.give_back(COPIES, area)
+            pool.give_back(area)
 
 
 def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
@@ -347,7 +360,7 @@ def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
     with pytest.raises(CheckpointError, match="are free") as caught:
         save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
     assert caught.value.__cause__ is None, "it was raised as it is"
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "run") == []
 
 
 def test_not_the_moment(run: Run, tmp_path: Path) -> None:
@@ -487,7 +500,7 @@ def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> N
         for number, move in enumerate(moves):
             folder = tmp_path / str(number)
             user = UserState.of(run.state())
-            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), copies_bytes=0))
+            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), pool_bytes=0))
             move()
             saving.wait()
             if number:

@@ -18,8 +18,9 @@ import torch
 
 from elixir.checkpoint import load_checkpoint, loading, save_checkpoint
 from elixir.checkpoint_format import saved_tensor
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint, verify
+from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import Piece
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError
 from elixir.files import Files
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
@@ -198,7 +199,8 @@ def test_a_folder_that_nobody_may_write_to_fails_the_save_alone(code: int, tmp_p
 
 def test_what_is_read_in_parts_is_cut_where_spans_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each span, which has one checksum, is read once."""
-    monkeypatch.setattr(saved_tensor, "SPAN_BYTES", 40)
+    for module in (loading, saved_tensor):
+        monkeypatch.setattr(module, "SPAN_BYTES", 40)
     pieces = tuple(Piece(f"{start}.safetensors", start, 25, 8, (1, 2, 3)) for start in (0, 25))
     saved = saved_tensor.SavedTensor("float32", (50,), None, None, pieces)
     read = list[tuple[int, int]]()

@@ -23,11 +23,12 @@ import torch
 
 from elixir.artifact import digest
 from elixir.checkpoint import Checkpoints
+from elixir.checkpoint_format.commit import read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.folder import one_checkpoint, read_index, remove_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint, verify
+from elixir.checkpoint_format.run_folders import find_checkpoints, one_checkpoint
+from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
+from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import ElixirError
-from tests.common.checkpoints import found_in
 from tests.common.made_up_runs import Program, Run, known_memory, norm_of
 from tests.common.rank_threads import results
 from tests.common.recording import Recorder, plain, recording
@@ -96,7 +97,7 @@ class Saved:
         index["rng"] = len(index["rng"])  # where the process is in its random numbers
         found["index"] = cleaned(json.dumps(index, sort_keys=True))
         found["verified"] = [str(each) for each in verify(folder)]
-        found["folders"] = [len(each) for each in found_in(self.root)]
+        found["folders"] = [len(each) for each in find_checkpoints(self.root)]
         with open_checkpoint(folder) as saved:
             self.attempt("opened", lambda: opened(saved))
             keys = [key for key in saved.index.tensors if not key.startswith("value/rng")]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,14 +17,14 @@ import torch
 from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions
 from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
-from elixir.checkpoint_format.folder import known_checkpoints, part_folder, read_index
-from elixir.checkpoint_format.index import INDEX_NAME, Index
-from elixir.checkpoint_format.part_writer import WrittenFile
+from elixir.checkpoint_format.commit import commit, read_index
+from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
+from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
 from tests.common import inside
-from tests.common.checkpoints import commit_written, save, write
-from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles, contents
+from tests.common.checkpoints import save, write
+from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
 
 T = TypeVar("T")
 RANKS = 4
@@ -84,20 +87,19 @@ class Machines:
         self.folders[1].mkdir(parents=True, exist_ok=True)
         return self.folders[1]
 
-    def shared(self, rank: int, index: Index | None = None) -> SharedFolder:
+    def shared(self, rank: int) -> SharedFolder:
         machine = MACHINES[rank]
         ranks = [other for other in range(RANKS) if MACHINES[other] == machine]
-        part = part_folder(self.folders[rank], "0badcafe" if index is None else index.id)
-        return SharedFolder(self.folders[rank], part, rank, ranks, 2, self.files[rank])
+        return SharedFolder(self.folders[rank], rank, ranks, 2, self.files[rank])
 
-    def new(self) -> Index:
-        """Writes one more checkpoint on both machines, not committed; both have the same files."""
-        index = write(self.folders[0], TENSORS, world_size=1, sequence=7)
-        parts = [part_folder(folder, index.id) for folder in self.folders[:2]]
-        parts[1].mkdir()
-        for path in parts[0].iterdir():
-            (parts[1] / path.name).write_bytes(path.read_bytes())
-        return index
+    def new(self, folder: Path, like: Index | None = None) -> Index:
+        """Writes one more checkpoint into a folder, not committed."""
+        index = write(folder, TENSORS, world_size=1, sequence=7)
+        if like is None:
+            return index
+        for name in index.files:  # both machines have the same files
+            (folder / name).rename(folder / name.replace(index.id, like.id))
+        return like
 
     def names(self, folder: Path) -> set[str]:
         return {path.name for path in folder.iterdir()}
@@ -111,46 +113,20 @@ def machines(tmp_path: Path) -> Machines:
 @pytest.mark.parametrize("apart", [True, False])
 def test_ranks_find_out_who_shares_their_folder(tmp_path: Path, apart: bool) -> None:
     folders = [tmp_path / (machine if apart else "one") / "step" for machine in MACHINES]
-    found = together(lambda rank, ranks: SharedFolder.made(folders[rank], "0badcafe", rank, ranks, UnsyncedFiles()))
+    found = together(lambda rank, ranks: SharedFolder.found(folders[rank], "0badcafe", rank, ranks, UnsyncedFiles()))
     expected = [((0, 2), 2), ((1, 3), 2)] * 2 if apart else [((0, 1, 2, 3), 1)] * 4
     assert [(each.ranks, each.count) for each in found] == expected
     assert [each.leads for each in found] == ([True, True, False, False] if apart else [True, False, False, False])
-    assert [(each.folder, each.part) for each in found] == [(each, part_folder(each, "0badcafe")) for each in folders]
-    assert not any(list(each.part.iterdir()) for each in found), "the marks are gone"
-    assert not any(folder.exists() for folder in folders)
+    assert [each.folder for each in found] == folders
+    assert not any(list(folder.iterdir()) for folder in folders), "the marks are gone"
 
 
-def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    failing = [FailingFiles(1, only=("create",)) if rank == 1 else UnsyncedFiles() for rank in range(RANKS)]
-
-    def run(rank: int, ranks: HeartbeatGroup) -> None:
-        try:
-            SharedFolder.made(tmp_path / "step", "0badcafe", rank, ranks, failing[rank])
-        except FileError as error:
-            raise ranks.fail(error) from error
-
-    assert all("No space left" in str(each) for each in together(run))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
-    (tmp_path / "step").write_text("mine")
-    (found,) = together(
-        lambda rank, ranks: SharedFolder.made(tmp_path / "step", "0badcafe", 0, ranks, UnsyncedFiles()), 1
-    )
-    assert isinstance(found, FileError)
-    assert "Not a directory" in str(found)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
-    save(tmp_path / "best", TENSORS)
-    (tmp_path / "latest").symlink_to("best")
-    (made,) = together(
-        lambda rank, ranks: SharedFolder.made(tmp_path / "latest", "0badcafe", 0, ranks, UnsyncedFiles()), 1
-    )
-    assert made.folder == tmp_path / "best"
-    assert made.leads
+def test_one_rank_is_alone_and_makes_its_folder(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    (alone,) = together(lambda rank, ranks: SharedFolder.found(tmp_path / "x", "0badcafe", rank, ranks, files), size=1)
+    assert (list(alone.ranks), alone.count, alone.leads) == ([0], 1, True)
+    assert not any(each.name == "create" for each in files.log)
+    assert (tmp_path / "x").is_dir()
 
 
 def test_the_newest_of_all_is_the_first_that_all_have() -> None:
@@ -162,7 +138,7 @@ def test_the_newest_of_all_is_the_first_that_all_have() -> None:
 
 def test_a_number_is_above_those_on_all_machines(machines: Machines) -> None:
     save(machines.b.parent / "other", TENSORS, sequence=41)
-    assert together(lambda rank, ranks: machines.shared(rank).tidy(ranks)) == [42] * RANKS
+    assert together(lambda rank, ranks: machines.shared(rank).next_sequence(ranks)) == [42] * RANKS
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -185,15 +161,11 @@ def test_room_is_needed_for_all_that_share_a_folder(machines: Machines, spare: i
 
 def committed(machines: Machines) -> tuple[list[Any], Index]:
     """A commit of a new checkpoint on both machines."""
-    index = machines.new()
+    index = machines.new(machines.a)
+    machines.new(machines.b, like=index)
 
     def run(rank: int, ranks: HeartbeatGroup) -> None:
-        shared = machines.shared(rank, index)
-        try:
-            shared.commit(index, ranks)
-        except (CheckpointError, FileError) as error:
-            shared.abandon()
-            raise ranks.fail(error) from error
+        machines.shared(rank).commit(index, machines.before.id, ranks)
 
     return together(run), index
 
@@ -204,75 +176,85 @@ def test_a_commit_is_made_on_all_machines_and_what_it_replaces_goes(machines: Ma
     for folder in (machines.a, machines.b):
         assert read_index(folder).id == index.id
         assert machines.names(folder) == {INDEX_NAME, *index.files}
-        assert machines.names(folder.parent) == {"step"}
 
 
-@pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("leader", [0, 1])
-def test_a_commit_that_fails_on_one_machine_leaves_the_one_before_on_all(
-    machines: Machines, leader: int, at: int
-) -> None:
-    """Whatever the other machine has, both have the one before, and the next save leaves only its own."""
+def test_a_commit_that_fails_on_one_machine_is_taken_back_on_the_other(machines: Machines, leader: int) -> None:
     machines.files = [RecordingFiles() for _ in MACHINES]
-    machines.files[leader] = FailingFiles(at, only=("rename",))
-    found, index = committed(machines)
+    machines.files[leader] = FailingFiles(1, only=("rename",))
+    found, _ = committed(machines)
     assert [type(each) for each in found] == [CheckpointError] * RANKS
     assert all(str(each).startswith(f"rank {leader}: ") for each in found)
     assert isinstance(found[leader].__cause__, FileError)
+    assert found[1 - leader].__cause__ is None
     done = [[each.name for each in files.log] for files in machines.files]  # type: ignore[attr-defined]
     assert done[2:] == [[], []], "only the first rank of a machine changes its files"
-    known = [[each.id for _, each in known_checkpoints(folder)] for folder in machines.folders[:2]]
-    assert known[leader] == [machines.before.id]
-    assert known[1 - leader] == [index.id, machines.before.id]
-    assert newest_of_all(known) == machines.before.id
-    machines.files = [UnsyncedFiles() for _ in MACHINES]
-    together(lambda rank, ranks: machines.shared(rank).tidy(ranks))
-    for folder in machines.folders[:2]:
-        ((_, left),) = known_checkpoints(folder)
-        assert left.id == machines.before.id
-        assert len(contents(folder.parent)) == 2
-    found, index = committed(machines)
-    assert found == [None] * RANKS
-    assert [[each.id for _, each in known_checkpoints(folder)] for folder in machines.folders[:2]] == [[index.id]] * 2
+    assert done[leader][-3:] == ["remove", "rename", "remove"], done
+    other, failed = (machines.b, machines.a) if leader == 0 else (machines.a, machines.b)
+    assert machines.names(other) == {INDEX_NAME, *machines.before.files}, "its new files are gone, too"
+    assert machines.names(failed) >= {INDEX_NAME, *machines.before.files}
+    for folder in (machines.a, machines.b):
+        assert read_index(folder).id == machines.before.id
+        assert PREVIOUS_NAME not in machines.names(folder)
+
+
+def test_a_first_commit_that_fails_elsewhere_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """The folder is synchronised after the index has gone, before the files that it names go."""
+    machines = Machines(tmp_path)
+    for folder in (machines.a, machines.b):
+        for path in folder.iterdir():
+            path.unlink()
+    index = machines.new(machines.a)
+    machines.new(machines.b, like=index)
+    machines.files = [RecordingFiles(), FailingFiles(1, only=("rename",)), UnsyncedFiles(), UnsyncedFiles()]
+    found = together(lambda rank, ranks: machines.shared(rank).commit(index, None, ranks))
+    assert [type(each) for each in found] == [CheckpointError] * RANKS
+    assert machines.names(machines.a) == set()
+    log = machines.files[0].log  # type: ignore[attr-defined]
+    done = [(each.name, os.path.basename(each.path)) for each in log]
+    assert done[-4:] == [
+        ("remove", INDEX_NAME),
+        ("sync_folder", "step"),
+        ("sync_folder", "step"),
+        ("remove", next(iter(index.files))),
+    ]
 
 
 def test_what_a_cut_off_commit_left_is_ended_alike_on_all_machines(machines: Machines) -> None:
     """One machine had committed when all were killed: the checkpoint before is what both have."""
-    commit_written(machines.a, machines.new())
-    found = together(lambda rank, ranks: machines.shared(rank).tidy(ranks))
-    assert found == [8] * RANKS
-    for folder in (machines.folders[0].parent, machines.folders[1].parent):
-        ((_, left),) = known_checkpoints(folder / "step")
-        assert left.id == machines.before.id
-        assert len(contents(folder)) == 2
+    index = machines.new(machines.a)
+    machines.new(machines.b, like=index)
+    commit(machines.a, index)
+    assert PREVIOUS_NAME in machines.names(machines.a)
+    found = together(lambda rank, ranks: machines.shared(rank).clean_up(ranks))
+    assert found == [machines.before.id] * RANKS
+    for folder in (machines.a, machines.b):
+        assert read_index(folder).id == machines.before.id
+        assert machines.names(folder) == {INDEX_NAME, *machines.before.files}
 
 
 def test_machines_with_nothing_in_common_keep_what_each_has(machines: Machines) -> None:
     own = save(machines.b, TENSORS, world_size=1)
-    together(lambda rank, ranks: machines.shared(rank).tidy(ranks))
+    found = together(lambda rank, ranks: machines.shared(rank).clean_up(ranks))
+    assert found == [None] * RANKS
     assert [read_index(folder).id for folder in (machines.a, machines.b)] == [machines.before.id, own.id]
 
 
-def test_a_damaged_index_keeps_its_files_and_gives_way_to_a_whole_one(machines: Machines) -> None:
+def test_a_damaged_index_keeps_its_files_and_an_old_previous_one_goes(machines: Machines) -> None:
+    (machines.a / PREVIOUS_NAME).write_bytes(b"damaged")
     (machines.b / INDEX_NAME).write_bytes(b"damaged")
-    before = contents(machines.b.parent)
-    commit_written(machines.a, machines.new())
-    machines.b.joinpath(".0123456789abcdef-rank-00000").touch()
-    (machines.a / INDEX_NAME).write_bytes(b"damaged")
-    for part in machines.b.parent.glob("*.part"):
-        for path in part.iterdir():
-            path.unlink()
-    together(lambda rank, ranks: machines.shared(rank).tidy(ranks))
-    assert [path.suffix for path in machines.folders[0].parent.iterdir()] == [".old"]
-    assert contents(machines.b.parent).items() >= before.items()
+    (machines.b / PREVIOUS_NAME).write_bytes(b"damaged")
+    assert together(lambda rank, ranks: machines.shared(rank).clean_up(ranks)) == [None] * RANKS
+    assert machines.names(machines.a) == {INDEX_NAME, *machines.before.files}
+    assert machines.names(machines.b) == {INDEX_NAME, *machines.before.files}
 
 
 def test_only_the_first_rank_of_a_machine_removes_what_a_failed_save_wrote(machines: Machines) -> None:
-    index = machines.new()
+    index = machines.new(machines.a)
     for rank in (2, 0):
-        shared = machines.shared(rank, index)
-        shared.abandon()
-        assert shared.part.exists() == (rank == 2)
+        machines.shared(rank).abandon(index.id)
+        assert (next(iter(index.files)) in machines.names(machines.a)) == (rank == 2)
+    machines.shared(0).abandon(machines.before.id)
     assert read_index(machines.a).id == machines.before.id
     assert machines.names(machines.a) == {INDEX_NAME, *machines.before.files}
 
@@ -284,9 +266,9 @@ def test_the_same_steps_stay_on_all_machines(tmp_path: Path, keep: int | None, l
     for root in {folder.parent for folder in folders}:
         for step in (1, 2, 3):
             save(root / f"step-{step:08}", TENSORS, world_size=1, sequence=step)
-        write(root / "step-00000009", TENSORS, world_size=1)
-        (root / "step-00000008").mkdir()
-        (root / "step-00000008" / "0123456789abcdef-shared.safetensors").touch()  # of an earlier version
+        write_cut_off = root / "step-00000009"
+        write_cut_off.mkdir()
+        write(write_cut_off, TENSORS, world_size=1)
 
     def run(rank: int, ranks: HeartbeatGroup) -> None:
         dataclasses.replace(machines.shared(rank), folder=folders[rank]).retain(keep, ranks)
@@ -296,12 +278,41 @@ def test_the_same_steps_stay_on_all_machines(tmp_path: Path, keep: int | None, l
         assert {path.name for path in root.iterdir()} == {"step", *(f"step-{step:08}" for step in left)}
 
 
-def test_a_save_leaves_its_own_folder_when_it_removes_others(machines: Machines) -> None:
-    index, other = machines.new(), machines.new()
-    together(lambda rank, ranks: machines.shared(rank, index).tidy(ranks))
-    for folder in (machines.a, machines.b):
-        assert part_folder(folder, index.id).exists()
-        assert not part_folder(folder, other.id).exists()
+class Slow(UnsyncedFiles):
+    """Takes a while to remove a file."""
+
+    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == "remove":
+            time.sleep(0.01)
+        return super().call(operation, path, function, *args)
+
+
+def test_nobody_goes_on_while_a_leader_removes_files(tmp_path: Path) -> None:
+    """Otherwise a rank could write its next file, and see it removed."""
+    machines = Machines(tmp_path)
+    machines.files = [Slow() for _ in MACHINES]
+    left = [name for folder in (machines.a, machines.b) for name in machines.new(folder).files]
+    roots = [folder.parent for folder in machines.folders]
+    for root, step in itertools.product(roots[:2], (1, 2)):
+        save(root / f"step-0000000{step}", TENSORS, world_size=2, sequence=step)
+
+    def run(rank: int, ranks: HeartbeatGroup) -> tuple[set[str], bool]:
+        shared = machines.shared(rank)
+        shared.clean_up(ranks)
+        seen = machines.names(machines.folders[rank])
+        dataclasses.replace(shared, folder=roots[rank] / "step-00000002").retain(1, ranks)
+        return seen, (roots[rank] / "step-00000001").exists()
+
+    for seen, exists in together(run):
+        assert not seen & set(left)
+        assert not exists
+
+
+def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Machines) -> None:
+    there, gone = (WrittenFile(name, 8, {}) for name in (INDEX_NAME, "gone"))
+    machines.shared(0).check_written([there])
+    with pytest.raises(CheckpointError, match="gone is gone: another save"):
+        machines.shared(0).check_written([there, gone])
 
 
 def test_replicas_that_wrote_other_bytes_are_refused() -> None:

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from elixir.checkpoint import snapshot as module
-from elixir.checkpoint.snapshot import COPIES, Copies, PartState, Snapshot, aligned
+from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot, SnapshotPool, aligned
 from elixir.checkpoint_format import saved_tensor
-from elixir.checkpoint_format.saved_tensor import Part
 from elixir.errors import CheckpointError, StateError
 from tests.common import inside
 
@@ -41,14 +40,6 @@ class Flat:
         return self.tensor[first:stop]
 
 
-def parts_of(tensors: dict[str, Flat]) -> list[Part]:
-    """The parts of a chunk."""
-    return [
-        Part(key, (each.tensor.numel(),), each.dtype, 0, each.tensor.numel(), values=each.values)
-        for key, each in tensors.items()
-    ]
-
-
 class Chunk:
     """Two tensors that have one value at a time, the number of the step."""
 
@@ -56,10 +47,12 @@ class Chunk:
         self.index, self.step, self.broken = index, 0, False
         self.tensors = {f"a/{index}": torch.zeros(numel), f"b/{index}": torch.zeros(numel // 3, dtype=torch.int16)}
 
-    def read(self) -> list[Part]:
+    def wait(self) -> None:
         if self.broken:
             raise RuntimeError("the update failed")
-        return parts_of({key: Flat(tensor) for key, tensor in self.tensors.items()})
+
+    def read(self) -> dict[str, LiveTensor]:
+        return {key: Flat(tensor) for key, tensor in self.tensors.items()}
 
     def check(self) -> None:
         pass
@@ -94,7 +87,7 @@ class Sink:
         return torch.frombuffer(bytearray(b"".join(spans[i] for i in range(len(spans)))), dtype=dtype)
 
 
-def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, Copies]:
+def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, SnapshotPool]:
     dice = random.Random(seed)
     chunks = [Chunk(index, dice.choice([1, 63, 64, 65, 500, 1000])) for index in range(dice.randint(1, 7))]
     total = sum(aligned(t.nbytes) for chunk in chunks for t in chunk.tensors.values())
@@ -128,7 +121,7 @@ def race(seed: int, *, share: float | None = None) -> tuple[Snapshot, Copies]:
     for chunk in chunks:
         for key, tensor in chunk.tensors.items():
             assert not tensor.numel() or (sink.tensor(key, tensor.dtype) == 1).all(), (seed, key)
-    assert inside.taken_bytes(pool, most=True) <= pool.kind.buffer_bytes
+    assert inside.taken_bytes(pool, most=True) <= pool.limit_bytes
     assert not inside.taken_bytes(pool)
     return snapshot, pool
 
@@ -214,7 +207,7 @@ def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
             return super().values(first, stop)
 
     chunk = Chunk(0, 100)
-    chunk.read = lambda: parts_of({"a/0": Slow(chunk.tensors["a/0"])})  # type: ignore[method-assign]
+    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
     snapshot = Snapshot([chunk], pool_of(1 << 20), CPU)
     first = threading.Thread(target=snapshot.release, args=(0,))
     first.start()
@@ -248,7 +241,7 @@ def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_in
             return super().values(first, stop)
 
     chunk, pool = Chunk(0, SPAN), pool_of(1 << 12)
-    chunk.read = lambda: parts_of({"a/0": Slow(chunk.tensors["a/0"])})  # type: ignore[method-assign]
+    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
     snapshot, taken = Snapshot([chunk], pool, CPU), list[int]()
 
     def end() -> None:
@@ -281,6 +274,15 @@ def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
     assert alive() is None
 
 
+def test_an_empty_area_does_not_part_the_others() -> None:
+    pool = pool_of(1024)
+    first, empty, second, third = (pool.take(nbytes) for nbytes in (512, 0, 256, 256))
+    for area in (first, second, empty, third):
+        assert area is not None
+        pool.give_back(area)
+    assert pool.take(1024) is not None
+
+
 def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[str] = []
     event = SimpleNamespace(record=recorded.append)
@@ -293,8 +295,8 @@ def test_copies_from_host_memory_have_nobody_wait_for_the_device(monkeypatch: py
     snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
 
 
-def pool_of(nbytes: int) -> Copies:
-    return inside.copies_of(nbytes)
+def pool_of(nbytes: int) -> SnapshotPool:
+    return inside.pool_of(nbytes)
 
 
 def waiting(snapshot: Snapshot, index: int) -> threading.Thread:
@@ -332,7 +334,7 @@ def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> 
     chunk, pool = Chunk(0, numel), pool_of(4 * SPAN)
     chunk.tensors = {"a/0": torch.arange(float(numel)), "b/0": torch.arange(numel, dtype=torch.int16)}
     expected = {key: tensor.clone() for key, tensor in chunk.tensors.items()}
-    taken = inside.copy_room(pool, 2 * SPAN)
+    taken = pool.take(2 * SPAN)
     assert taken is not None
     snapshot, sink, beats, threads = Snapshot([chunk], pool, CPU), Sink(random.Random(0), 0), [0], []
 
@@ -340,7 +342,7 @@ def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> 
         beats[0] += 1
         if beats == [1]:
             threads.append(waiting(snapshot, 0))
-            pool.buffers.give_back(COPIES, taken)
+            pool.give_back(taken)
 
     def write(key: str, number: int, data: memoryview) -> None:
         if beats == [1]:
@@ -407,8 +409,11 @@ class DeviceTensor(Flat):
 
 
 class DeviceChunk(Chunk):
-    def read(self) -> list[Part]:
-        return parts_of({key: DeviceTensor(tensor) for key, tensor in self.tensors.items()})
+    def wait(self) -> None:
+        pass
+
+    def read(self) -> dict[str, LiveTensor]:
+        return {key: DeviceTensor(tensor) for key, tensor in self.tensors.items()}
 
     def check(self) -> None:
         if self.broken:

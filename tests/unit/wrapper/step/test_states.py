@@ -14,7 +14,7 @@ from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
 from elixir.wrapper.step.segments import Segment, cut_segments, own_ranges
-from elixir.wrapper.step.states import SmallStates, States, part_of, small_states
+from elixir.wrapper.step.states import SmallStates, States, StateTensor, small_states
 from tests.common import inside
 from tests.common.one_shard import (
     Saved,
@@ -65,7 +65,12 @@ def test_elementwise_states_are_shown_apart_from_the_others() -> None:
         states.put(segment, ["momentum_buffer"], {"step": torch.tensor(1.0 - segment.place), "count": 4})
     states.part("momentum_buffer", states.segments[0]).copy_(torch.tensor([1.0, 2.0, 3.0]))
     (shown,) = states.to_save()
-    assert (shown.key, shown.start, shown.numel) == ("momentum_buffer/w0", 0, 3)
+    assert (shown.kind, shown.name, shown.region, shown.start) == (
+        "momentum_buffer",
+        "w0",
+        "momentum_buffer float32",
+        0,
+    )
     assert shown.values(1, 3).tolist() == [2, 3]
     assert states.numbers(states.segments[0]) == {"step": torch.tensor(1.0), "count": 4}
     assert states.kinds_of(states.segments[2]) == []
@@ -101,7 +106,7 @@ def test_states_that_a_class_has_made_elsewhere_are_moved_to_their_place() -> No
     for value in (torch.arange(3.0), torch.tensor(0.5).expand(3), torch.ones(3)):
         optimizer.state[segment.weights] = {"momentum_buffer": value, "mean": value.double(), "count": 2}
         states.adopt(segment)
-        assert {each.kind: each.values(0, each.numel).tolist() for each in states.to_save()} == {
+        assert {each.kind: each.tensor.tolist() for each in states.to_save()} == {
             "momentum_buffer": value.tolist(),
             "mean": value.tolist(),
         }
@@ -119,13 +124,13 @@ def test_scales_have_a_place_for_each_block() -> None:
     shown = {(each.name, each.kind): each for each in states.to_save()}
     assert {kind for _, kind in shown} == {"exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
     codes, scales = shown["w1", "exp_avg"], shown["w1", "exp_avg_scale"]
-    assert (codes.shape, codes.start, codes.dtype, codes.nbytes) == ((300,), 0, torch.int8, 300)
-    assert (scales.shape, scales.start, scales.nbytes) == ((2,), 0, 8)
-    assert shown["w0", "exp_avg_scale"].nbytes == 8
-    assert (codes.block_numel, scales.block_numel, scales.order) == (256, None, None)
+    assert (codes.shape, codes.first, codes.start, codes.dtype, codes.nbytes) == ((300,), 0, 512, torch.int8, 300)
+    assert (scales.shape, scales.first, scales.start, scales.nbytes) == ((2,), 0, 2, 8)
+    assert (shown["w0", "exp_avg_scale"].start, shown["w0", "exp_avg_scale"].nbytes) == (0, 8)
+    assert (codes.has_codes, scales.has_codes, scales.order) == (True, False, None)
     second_half = Held(states.segments[0].slot, 0, 256, slice(0, 256))
-    later = part_of("exp_avg_scale", second_half, scales.values(0, 1), width=256)
-    assert (later.shape, later.start) == ((2,), 1)
+    later = StateTensor("exp_avg_scale", second_half, scales.tensor, width=256)
+    assert (later.shape, later.first) == ((2,), 1)
     states.tensor("exp_avg_scale").copy_(torch.arange(1.0, 5.0))
     states.tensor("exp_avg").fill_(127)
     found = states.read("exp_avg", states.segments[1])
@@ -302,7 +307,7 @@ def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moment
     assert sum(tensor.nbytes for states in others for tensor in states.tensors.values()) == sum(
         tensor.nbytes for tensor in one.tensors.values()
     )
-    shown = {(each.name, each.kind): each.values(0, each.numel) for each in one.to_save()}
+    shown = {(each.name, each.kind): each.tensor for each in one.to_save()}
     for states in others:
         second = states.like(states.master.clone(), states.segments, memory)
         second.copy_from(states)
@@ -310,7 +315,7 @@ def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moment
         loaded.load(one.saved(), lambda: None)
         for found in (states, second, *([] if moments == "8bit" else [loaded])):
             for each in found.to_save():
-                assert torch.equal(each.values(0, each.numel), shown[each.name, each.kind]), (each.name, each.kind)
+                assert torch.equal(each.tensor, shown[each.name, each.kind]), (each.name, each.kind)
         for segment in states.segments:
             assert torch.equal(states.master[segment.part], one.master[segment.part])
         out, into = states.master.clone(), states.like(states.master.clone(), states.segments, memory)

@@ -1,7 +1,7 @@
-"""Files of parts of tensors: safetensors layout, written piece by piece in any order, with a checksum of every span.
+"""Files of flat slices: safetensors layout, written piece by piece in any order, with a checksum of every span.
 
 The header comes first and is known beforehand, because sizes are. Its ``DCP_SHARDING_INFO`` says where in the flattened
-tensor each part begins, so that torch's `HuggingFaceStorageReader` reads all files of a folder as flat tensors.
+tensor each slice begins, so that torch's `HuggingFaceStorageReader` reads all files of a folder as flat tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.saved_tensor import (
     SAFETENSORS_NAMES,
     SPAN_BYTES,
-    Part,
     Piece,
     SavedTensor,
     memory_of,
@@ -29,6 +28,7 @@ from elixir.checkpoint_format.saved_tensor import (
 )
 from elixir.errors import FileError, InputError, StateError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Buffer, Files
+from elixir.memory_order import Order
 from elixir.units import dtype_name
 
 HEADER_MULTIPLE_BYTES = 4096
@@ -38,8 +38,38 @@ LARGEST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A range of a flattened tensor that one rank saves."""
+
+    key: str
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    dtype: torch.dtype
+    start: int
+    numel: int
+    block_numel: int | None = None
+    """See `SavedTensor.block_numel`."""
+    order: Order | None = None
+    """See `SavedTensor.order`."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SAFETENSORS_NAMES:
+            raise InputError(
+                f"{self.key}: {self.dtype} cannot be saved; convert it to one of {sorted(SAFETENSORS_NAMES.values())}"
+            )
+        whole = math.prod(self.shape)
+        if not (self.start >= 0 and self.numel >= 0 and self.start + self.numel <= whole):
+            raise InputError(f"{self.key}: elements {self.start} to {self.start + self.numel} of {whole} make no sense")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class WrittenFile:
-    """A file of parts that is written and synchronised; rank 0 makes the index from those of all ranks."""
+    """A file of slices that is written and synchronised; rank 0 makes the index from those of all ranks."""
 
     name: str
     nbytes: int
@@ -47,12 +77,12 @@ class WrittenFile:
     """Key -> the tensor with its pieces that are in this file."""
 
 
-class PartWriter:
-    """Writes one file of parts. Spans come in any order, from one thread at a time.
+class SliceWriter:
+    """Writes one file of slices. Spans come in any order, from one thread at a time.
 
     Args:
         path: of the new file.
-        parts: everything that will be in it, at most one for each key.
+        slices: everything that will be in it, at most one slice for each key.
         files: the operations it uses.
 
     Raises:
@@ -60,22 +90,22 @@ class PartWriter:
         FileError: the file cannot be made.
 
     Example:
-        >>> part = Part.whole("weight/w", torch.ones(4))
-        >>> writer = PartWriter(folder / "0badcafe-rank-00000-of-00001.safetensors", [part])
-        >>> writer.write_part(part)
+        >>> slices = [Slice("weight/w", (4,), torch.float32, 0, 4)]
+        >>> writer = SliceWriter(folder / "0badcafe-rank-00000-of-00001.safetensors", slices)
+        >>> writer.write_tensor("weight/w", torch.ones(4))
         >>> written = writer.finish()
     """
 
-    def __init__(self, path: str | os.PathLike[str], parts: Iterable[Part], *, files: Files = FILES) -> None:
+    def __init__(self, path: str | os.PathLike[str], slices: Iterable[Slice], *, files: Files = FILES) -> None:
         self.path = Path(path)
         self._files = files
-        given = list(parts)
-        self._parts = {each.key: each for each in given}
-        if len(self._parts) < len(given):
-            raise InputError(f"{self.path.name}: a key occurs twice; a file holds one part of each tensor")
-        # Wide elements first: then every part begins at a multiple of its element's size.
+        given = list(slices)
+        self._slices = {each.key: each for each in given}
+        if len(self._slices) < len(given):
+            raise InputError(f"{self.path.name}: a key occurs twice; a file holds one slice of each tensor")
+        # Wide elements first: then every slice begins at a multiple of its element's size.
         ordered = sorted(given, key=lambda each: -each.dtype.itemsize)
-        header = part_header(ordered)
+        header = slice_header(ordered)
         self._offsets, at = {}, len(header)
         for each in ordered:
             self._offsets[each.key] = at
@@ -91,13 +121,13 @@ class PartWriter:
             raise
 
     def spans(self, key: str) -> Iterator[tuple[int, int]]:
-        """(number, bytes) of every span of a part that is not written yet."""
+        """(number, bytes) of every span of a slice that is not written yet."""
         for number, found in enumerate(self._checksums[key]):
             if found is None:
                 yield number, self._span_bytes(key, number)
 
     def write_span(self, key: str, number: int, data: Buffer) -> None:
-        """Writes one span: bytes from ``number * SPAN_BYTES`` of the part on. The caller keeps `data` unchanged
+        """Writes one span: bytes from ``number * SPAN_BYTES`` of the slice on. The caller keeps `data` unchanged
         meanwhile."""
         expected = self._span_bytes(key, number)
         with memoryview(data) as whole, whole.cast("B") as view:
@@ -113,21 +143,26 @@ class PartWriter:
                 found = checked.result()  # it still reads the caller's memory
         self._checksums[key][number] = found
 
-    def write_part(self, part: Part) -> None:
-        """Writes all of a part, or what is left of it."""
-        size = part.dtype.itemsize
-        for number, nbytes in self.spans(part.key):
-            first = number * SPAN_BYTES // size
-            self.write_span(part.key, number, memory_of(part.values(first, first + nbytes // size)))
+    def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """Writes all of a slice, or what is left of it, from a contiguous tensor in host memory."""
+        expected = self._slices[key]
+        if tensor.dtype != expected.dtype or tensor.numel() != expected.numel:
+            raise StateError(
+                f"{key}: expected {expected.numel} elements of {expected.dtype}, found {tensor.numel()} of "
+                f"{tensor.dtype}"
+            )
+        view = memory_of(tensor)
+        for number, nbytes in self.spans(key):
+            self.write_span(key, number, view[number * SPAN_BYTES : number * SPAN_BYTES + nbytes])
 
     def _span_bytes(self, key: str, number: int) -> int:
-        return min(SPAN_BYTES, self._parts[key].nbytes - number * SPAN_BYTES)
+        return min(SPAN_BYTES, self._slices[key].nbytes - number * SPAN_BYTES)
 
     def finish(self) -> WrittenFile:
         """Waits until the drive has the file and returns its contents. Its name is not safe before the folder is
         synchronised."""
         tensors = {}
-        for key, each in self._parts.items():
+        for key, each in self._slices.items():
             found = tuple(value for value in self._checksums[key] if value is not None)
             if len(found) < len(self._checksums[key]):
                 raise StateError(
@@ -150,9 +185,9 @@ class PartWriter:
             self._files.remove(self.path, missing_ok=True)
 
 
-def part_header(parts: Iterable[Part]) -> bytes:
-    """The first bytes of a file whose data are `parts`, in their order; those without elements are left out."""
-    there = [each for each in parts if each.numel]
+def slice_header(slices: Iterable[Slice]) -> bytes:
+    """The first bytes of a file whose data are `slices`, in their order; slices without elements are left out."""
+    there = [each for each in slices if each.numel]
     info = json.dumps({each.key: {"saved_offsets": [each.start]} for each in there})
     entries = {each.key: (each.dtype, (each.numel,)) for each in there}
     return safetensors_header(entries, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info})
@@ -187,8 +222,8 @@ def header_in_index(name: str, tensors: Mapping[str, SavedTensor]) -> bytes:
     there = []
     for key, tensor in tensors.items():
         there += [
-            (piece.offset, Part(key, tensor.shape, tensor.torch_dtype, piece.start, piece.numel))
+            (piece.offset, Slice(key, tensor.shape, tensor.torch_dtype, piece.start, piece.numel))
             for piece in tensor.pieces
             if piece.file == name
         ]
-    return part_header(each for _, each in sorted(there, key=lambda pair: pair[0]))
+    return slice_header(each for _, each in sorted(there, key=lambda pair: pair[0]))

@@ -1,0 +1,276 @@
+"""Reads any range of any tensor of a checkpoint, span by span, and checks every span that it touches."""
+
+from __future__ import annotations
+
+import errno
+import os
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from elixir.checkpoint_format.checksum import checksum
+from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.index import Index
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
+from elixir.checkpoint_format.slices import header_in_index
+from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError
+from elixir.files import FILES, File, Files, PathLike
+
+T = TypeVar("T", bound="SliceReader")
+
+OPEN_FILES = 16
+"""Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
+READING_THREADS = 4
+"""Threads that read and check spans. One waits for the drive while others check what they have read."""
+
+
+class _Read(NamedTuple):
+    """One whole span of a piece, to be read into `view` and checked."""
+
+    file: File
+    key: str
+    piece: Piece
+    number: int
+    view: memoryview
+
+
+class SliceReader:
+    """Reads tensors of one checkpoint, by one thread at a time. Memory next to what is asked for: one span.
+
+    Args:
+        folder: of the checkpoint.
+        index: of it, where it is known already.
+        files: the operations it uses.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+        CheckpointCorrupt: the index is damaged.
+    """
+
+    def __init__(self, folder: PathLike, index: Index | None = None, *, files: Files = FILES) -> None:
+        self.folder, self._files = Path(folder), files
+        self.index = index if index is not None else read_index(folder, files=files)
+        self._open: OrderedDict[str, File] = OrderedDict()
+        self._scratch: bytearray | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._batch: list[_Read] = []
+        self._batch_bytes = 0
+        self._begun: list[Future[None]] = []
+        self._starts: dict[str, list[int]] = {}
+
+    def tensor(self, key: str) -> SavedTensor:
+        """Returns the entry of a tensor; `CheckpointError` if it has none."""
+        found = self.index.tensors.get(key)
+        if found is None:
+            count = len(self.index.tensors)
+            raise CheckpointError(f"{self.folder} holds no {key!r}; it has {count} tensors, see keys()")
+        return found
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` of the flattened tensor, in host memory and in the order in which they are saved
+        (`SavedTensor.order`)."""
+        saved, stop = self.in_range(key, start, stop)
+        out = torch.empty(stop - start, dtype=saved.torch_dtype, device="cpu")
+        self.read_into(key, start, out)
+        return out
+
+    def in_range(self, key: str, start: int, stop: int | None) -> tuple[SavedTensor, int]:
+        """Returns the entry of a tensor, and `stop` or its end; `InputError` for a range outside of it."""
+        saved = self.tensor(key)
+        stop = saved.numel if stop is None else stop
+        if not 0 <= start <= stop <= saved.numel:
+            raise InputError(f"{key} has {saved.numel} elements, asked for {start} to {stop}")
+        return saved, stop
+
+    def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Fills a contiguous tensor in host memory with the elements from `start` on; see `begin_to_read`."""
+        try:
+            self.begin_to_read(key, start, out)
+        finally:
+            self.finish()
+
+    def begin_to_read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Starts to fill a contiguous tensor in host memory with the elements from `start` on; `finish` ends it.
+
+        After an error `out` may hold anything. `finish` raises what this does not.
+
+        Raises:
+            CheckpointCorrupt: a span that is touched does not have its checksum, or its file is too short or missing.
+        """
+        saved = self.tensor(key)
+        if out.dtype != saved.torch_dtype or start < 0 or start + out.numel() > saved.numel:
+            raise InputError(
+                f"{key} has {saved.numel} elements of {saved.dtype}, asked for {start} to {start + out.numel()} of "
+                f"{out.dtype}"
+            )
+        view, stop, size = memory_of(out), start + out.numel(), saved.itemsize
+        for piece in self._pieces(key, saved, start, stop):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            first, last = (low - piece.start) * size, (high - piece.start) * size
+            for number in range(first // SPAN_BYTES, span_count(last)):
+                begin = number * SPAN_BYTES
+                nbytes = min(SPAN_BYTES, piece.numel * size - begin)
+                a, b = max(first, begin), min(last, begin + nbytes)
+                at = (low - start) * size + a - first
+                target = view[at : at + b - a]
+                if b - a == nbytes:
+                    self._add(_Read(self._file(piece.file), key, piece, number, target))
+                    continue
+                scratch = memoryview(self._scratch_bytes())[:nbytes]
+                self._read_span(key, piece, number, scratch)
+                target[:] = scratch[a - begin : b - begin]
+
+    def finish(self) -> None:
+        """Reads what is left, and waits for all that `begin_to_read` has begun; raises what went wrong first."""
+        batch, begun = self._take_batch(), self._begun
+        self._begun = []
+        try:
+            self._read_batch(batch)
+        finally:
+            wait(begun)  # the threads write to the callers' tensors
+            for each in begun:
+                each.result()
+
+    def _add(self, read: _Read) -> None:
+        """Queues a span with others of small tensors, since handing one over costs as much as reading 100 KB."""
+        self._batch.append(read)
+        self._batch_bytes += len(read.view)
+        if self._batch_bytes >= SPAN_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READING_THREADS, "elixir load")
+        self._begun.append(self._pool.submit(self._read_batch, self._take_batch()))
+
+    def _take_batch(self) -> list[_Read]:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        return batch
+
+    def _read_batch(self, batch: list[_Read]) -> None:
+        for each in batch:
+            self._check_span(each)
+
+    def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> tuple[Piece, ...]:
+        if start == stop:
+            return ()
+        starts = self._starts.setdefault(key, [piece.start for piece in saved.pieces])
+        return saved.pieces[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
+
+    def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
+        """Reads and checks one whole span into `view`."""
+        self._check_span(_Read(self._file(piece.file), key, piece, number, view))
+
+    def _check_span(self, read: _Read) -> None:
+        offset, nbytes = read.piece.offset + read.number * SPAN_BYTES, len(read.view)
+        try:
+            count = read.file.read_into(read.view, offset)
+        except FileError as error:
+            raise CheckpointError(f"{read.key} cannot be read: {error}") from error
+        if count < nbytes:
+            problem = f"ends at byte {offset + count}, expected {offset + nbytes}"
+        elif checksum(read.view) != read.piece.checksums[read.number]:
+            problem = f"wrong checksum of bytes {offset} to {offset + nbytes}"
+        else:
+            return
+        raise CheckpointCorrupt(problem, path=self.folder / read.piece.file, key=read.key)
+
+    def _scratch_bytes(self) -> bytearray:
+        if self._scratch is None:
+            self._scratch = bytearray(SPAN_BYTES)
+        return self._scratch
+
+    def _file(self, name: str) -> File:
+        """Opens a file of the checkpoint; `CheckpointCorrupt` if it is missing or of another size."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        self.check_file(name)
+        if len(self._open) >= OPEN_FILES:
+            if self._batch:
+                self._send()
+            wait(self._begun)  # a thread may read the file that is closed
+            self._begun = [each for each in self._begun if each.exception() is not None]
+        while len(self._open) >= OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        try:
+            self._open[name] = self._files.open(self.folder / name)
+        except FileError as error:
+            raise CheckpointError(str(error)) from error
+        return self._open[name]
+
+    def check_file(self, name: str) -> None:
+        """`CheckpointCorrupt` where a file that the index names is missing, no file, or of another size."""
+        path, expected = self.folder / name, self.index.files[name]
+        try:
+            size = self._files.size(path)
+        except FileError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
+                problem = "missing" if error.errno == errno.ENOENT else error.strerror
+                raise CheckpointCorrupt(f"{problem}; the index says it has {expected} bytes", path=path) from None
+            raise CheckpointError(str(error)) from error
+        if size != expected:
+            raise CheckpointCorrupt(f"has {size} bytes, the index says {expected}", path=path)
+
+    def problems(self) -> Iterator[CheckpointError]:
+        """Reads everything and yields an error for every file, header and span that is not what the index says."""
+        whole = set()
+        for name in self.index.files:
+            try:
+                self._check_header(name)
+                whole.add(name)
+            except CheckpointError as error:
+                yield error
+        for key, saved in self.index.tensors.items():
+            for piece in saved.pieces:
+                if piece.file not in whole:
+                    continue
+                nbytes = piece.numel * saved.itemsize
+                for number in range(span_count(nbytes)):
+                    view = memoryview(self._scratch_bytes())[: min(SPAN_BYTES, nbytes - number * SPAN_BYTES)]
+                    try:
+                        self._read_span(key, piece, number, view)
+                    except CheckpointError as error:
+                        yield error
+
+    def _check_header(self, name: str) -> None:
+        expected = header_in_index(name, self.index.tensors)
+        found = bytearray(len(expected))
+        try:
+            count = self._file(name).read_into(found, 0)
+        except FileError as error:
+            raise CheckpointError(str(error)) from error
+        if count < len(found) or found != expected:
+            raise CheckpointCorrupt("the header is not the one that the index describes", path=self.folder / name)
+
+    def close(self) -> None:
+        """Closes the files, once nothing reads them."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:
+    """Reads and checks all of a checkpoint; returns what is wrong with it.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+    """
+    try:
+        with SliceReader(os.fspath(folder), files=files) as reader:
+            return tuple(reader.problems())
+    except CheckpointCorrupt as error:  # of the index itself
+        return (error,)
