@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
+from elixir.hardware.profile import preset
 from elixir.search.question import StepQuestion
+from elixir.search.request import SearchRequest
+from elixir.search.searches import answer_to
 from elixir.step_trace import StepShape, Unit, UnitActivations
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -171,3 +174,13 @@ def test_a_question_that_contradicts_itself_is_refused(
         StepQuestion(**{"model": NAMED} | asked)
     for enough in ({"lora": 4}, {"forward": True}, {"generate": (3, 2)}):
         assert StepQuestion(model=NAMED, quantised="nf4", **enough).quantised == "nf4"  # type: ignore[arg-type]
+
+
+def test_a_plan_that_moves_layers_is_for_them_as_they_will_be_compiled() -> None:
+    """The model that is asked about is compiled for its trace alone, and again for what a plan refuses."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    step = StepQuestion(model=model, inp=torch.ones(2, 8), step_fn=lambda it, x: it(x).sum().backward(), compile=True)
+    plan = answer_to(step, preset("cpu"), SearchRequest(world_size=1, placement="cpu"), read_host=False).plan
+    assert plan.step.compiled == ("0", "1", "2")
+    assert all(chunk.state_home == "host" for chunk in plan.chunks)
+    assert not any(layer._compiled_call_impl for layer in model)
