@@ -105,9 +105,8 @@ class HeapLimit:
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
         self._unseen_bytes = self._room_bytes = 0
         self._lasting_bytes: int | None = None
-        """Held by a forward that began by giving back: no freed memory is among them. None before, and once a forward
-        was believed to use freed memory again, and did not."""
-        self._believes = False
+        """Held by the last forward that began by giving back: no freed memory is among them. None before."""
+        self._believes, self._uses_again = False, True
 
     def set(self, expected_bytes: int, unseen_bytes: int = 0, room_bytes: int = 0) -> None:
         """Expects a peak of `Resident.own_bytes` from here on.
@@ -122,6 +121,8 @@ class HeapLimit:
             with contextlib.suppress(OSError):
                 self._file = open(_PAGES, "rb", buffering=0)  # noqa: SIM115 - for as long as it is looked at
                 weakref.finalize(self, self._file.close)
+        if expected_bytes != self.expected_bytes:  # another plan's tensors may be smaller
+            self._uses_again = True
         held, self.expected_bytes = resident(), expected_bytes
         shared_bytes = 0 if held is None else held.own_bytes - self.held_bytes()
         limit_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
@@ -137,7 +138,7 @@ class HeapLimit:
         if self._file is not None and self.held_bytes() + coming_bytes > self._next_bytes:
             give_back_freed()
             if self._believes:
-                self._believes, self._lasting_bytes, self._room_bytes = False, None, 0
+                self._believes = self._uses_again = False
             least = self.held_bytes() + coming_bytes + int(HEAP_LOOK_SHARE * self._limit_bytes)
             self._next_bytes = max(self._limit_bytes, least)
 
@@ -148,7 +149,7 @@ class HeapLimit:
         and this is not supposed again.
         """
         self._believes, held_bytes = False, self.held_bytes()
-        if self._room_bytes and self._lasting_bytes is not None:
+        if self._room_bytes and self._uses_again and self._lasting_bytes is not None:
             again_bytes = min(max(held_bytes - self._lasting_bytes, 0), coming_bytes)
             self.trim_if_over(coming_bytes - again_bytes)
             self._believes = again_bytes > 0

@@ -100,7 +100,7 @@ def process_need(  # noqa: PLR0913 - all that a process holds, by name
         gaps = HEAP_OF_RANKS * (predicted.device_peak_bytes + host_bytes)
     exchanged = max((chunk.weight_bytes for chunk in plan.chunks), default=0) if plan.shards > 1 else 0
     gathered = max(_gathered_bytes(plan, given_bytes) - exchanged, 0) if on_cpu else 0
-    mapped = sum(nbytes for nbytes in _gradient_bytes(plan) if nbytes > MAPPED_BYTES)
+    mapped = sum(nbytes for nbytes in gradient_bytes(plan) if nbytes > MAPPED_BYTES)
     gaps += min(max(passing - mapped - gaps, 0), room_bytes)  # no more than a step makes and frees there
     gaps = int(gaps) if on_cpu and in_heap else 0  # that a step leaves; they are given back before state dicts are made
     left = min(gaps, HEAP_LEFT_BYTES)
@@ -143,7 +143,8 @@ def must_be_free_bytes(plan: Plan, hardware: HardwareProfile) -> int:
     return planned_need(plan, hardware).machine_bytes(hardware.ranks_per_host(plan.world_size))
 
 
-def _gradient_bytes(plan: Plan) -> list[int]:
+def gradient_bytes(plan: Plan) -> list[int]:
+    """Bytes of the gradient of each trained weight."""
     return [dtype_bytes(chunk.dtype) * s.numel for chunk in plan.chunks if chunk.trainable for s in chunk.parameters]
 
 

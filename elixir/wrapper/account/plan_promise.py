@@ -18,7 +18,14 @@ from elixir.hardware.promises import Memory
 from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
 from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.plan.process_need import GIVEN_PART, LIBRARIES_PART, ProcessNeed, process_need, steps_in_loop
+from elixir.plan.process_need import (
+    GIVEN_PART,
+    LIBRARIES_PART,
+    ProcessNeed,
+    gradient_bytes,
+    process_need,
+    steps_in_loop,
+)
 from elixir.units import LARGEST_BYTES, dtype_bytes
 from elixir.wrapper.engine import Engine
 
@@ -87,10 +94,11 @@ class PlanPromise:
             loops=loops,
         )
 
-    def need_of(self, plan: Plan) -> ProcessNeed:
-        """The peak of this process under a plan where memory is short, without copies for a checkpoint, which a run can
-        do without."""
-        return self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes), room_bytes=0)
+    def need_of(self, plan: Plan, *, room: bool = False) -> ProcessNeed:
+        """The peak of this process under a plan, without copies for a checkpoint, which a run can do without: with the
+        room there is, or where memory is short."""
+        host_bytes = rank_host_bytes(plan, self._engine.device.type, plan.passes)
+        return self.need(plan, host_bytes, room_bytes=None if room else 0)
 
     def spare_host_bytes(self) -> int:
         """Host memory that is free for this rank, less what its next steps take; `LARGEST_BYTES` if it is not known."""
@@ -101,8 +109,7 @@ class PlanPromise:
             return LARGEST_BYTES
         if now is None:
             return LARGEST_BYTES
-        plan = self._engine.plan
-        need_bytes = self.need(plan, rank_host_bytes(plan, self._engine.device.type, plan.passes)).own_bytes
+        need_bytes = self.need_of(self._engine.plan, room=True).own_bytes
         later = max(need_bytes - now.own_bytes, 0) + int(promises.UNSTEADY_SHARE * need_bytes)
         return max(free // self.ranks - later, 0)
 
@@ -183,14 +190,13 @@ class PlanPromise:
             but=self,
         )
         self._room_bytes = max((on_host - later) // len(sharing), 0) // 2  # half is left to other programs
-        self._limit_heap(self.need(plan, rank_host_bytes(plan, engine.device.type, plan.passes)), plan)
+        self._limit_heap(self.need_of(plan, room=True), plan)
 
 
 def _unseen_bytes(plan: Plan) -> int:
     """Bytes that autograd may take before the heap is looked at again: a gradient of the largest weight, and its sum
     with that of another read."""
-    trained = [chunk for chunk in plan.chunks if chunk.trainable]
-    return 2 * max((dtype_bytes(chunk.dtype) * s.numel for chunk in trained for s in chunk.parameters), default=0)
+    return 2 * max(gradient_bytes(plan), default=0)
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:
