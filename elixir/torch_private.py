@@ -115,6 +115,20 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 """The operators that autocast treats on the target device, read from PyTorch instead of a list that grows old."""
 
+MEMORY_MOVES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether memory can move from one storage to another. Without it (before torch 2.13) it is given up and taken anew."""
+
+
+def move_memory(source: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+    """Moves the memory of a storage to an empty one, whose tensors show it from then on. Its contents may be lost."""
+    if MEMORY_MOVES:
+        target._swap_data_ptr_(source)  # type: ignore[attr-defined]
+        return
+    nbytes = source.nbytes()
+    source.resize_(0)
+    target.resize_(nbytes)
+
+
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
 """A tensor with shape and keys and without memory. The documented way to write a subclass that wraps."""
 

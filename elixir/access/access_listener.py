@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-
-
-class Place(Protocol):
-    """The place of a view. The interception reads only the parameter; its listener defines the rest."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter whose memory the view shares."""
 
 
 class AccessListener(Protocol):
@@ -41,8 +34,16 @@ class AccessListener(Protocol):
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Called when the function of the last `writes` has returned, or ``data`` was set after `replaces`."""
 
-    def view(self, tensor: torch.Tensor) -> Place | None:
-        """The place of a result that must be tracked, since it shares a parameter's memory; otherwise None."""
+    storages: Iterable[int] = ()
+    """Numbers of the storages of weights that come and go, see `storage_of`."""
+
+    def parameter_of(self, view: torch.Tensor) -> nn.Parameter | None:
+        """The parameter in whose memory a function's result begins, so that it must be tracked; otherwise None."""
+
+    def used_through(self, parameter: nn.Parameter) -> None:
+        """Called before a view is read whose storage has no memory, though its parameter is in use: that is shown
+        elsewhere."""
+        return
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """The tensor to return instead of `data`: ``parameter.data``, or the ``data`` of a view."""
@@ -54,10 +55,6 @@ class AccessListener(Protocol):
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the running module or node has announced `parameter`, so that reading a view of it is no new use."""
-
-    def renew(self, view: Any) -> None:
-        """Called before `view` is read, while its parameter is in use: points it to the parameter's memory."""
-        return
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         """Called before ``parameter.grad`` is read."""
@@ -86,3 +83,7 @@ class AccessListener(Protocol):
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """The tensor of a handle of `pack`, which the running autograd node is about to read."""
+
+    def again(self, handle: Any) -> torch.Tensor:
+        """The tensor of a handle of `pack`, for a function in a checkpoint that runs again and announces its reads."""
+        return self.unpack(handle)

@@ -87,10 +87,11 @@ def hooks_over(
         if outer is None or type(packed) is _Claimed:
             # On a device's thread autograd calls this from C++, without a Python frame above.
             caller = sys._getframe().f_back
-            if caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE:
+            again = caller is not None and caller.f_code.co_filename == _CHECKPOINT_FILE
+            if again:
                 _track_arguments(caller, lambda items: track(items, listener))
             with DisableTorchFunctionSubclass():
-                return _given(packed if outer is None else packed.handle, listener)
+                return _given(packed if outer is None else packed.handle, listener, again=again)
         return give(packed)
 
     if around_compiled:
@@ -100,13 +101,13 @@ def hooks_over(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _track_arguments(caller: FrameType, track: Callable[[Any], Any]) -> None:
+def _track_arguments(caller: FrameType | None, track: Callable[[Any], Any]) -> None:
     """Makes the function of a checkpoint, which is about to run again, announce the weights among its arguments.
 
     Activation checkpointing saves them like autograd, so they come back without the class that announces uses. If a
     version of PyTorch names the function differently, the checkpoint runs unchanged.
     """
-    frame: FrameType | None = caller
+    frame = caller
     while frame is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
         # Non-reentrant checkpointing keeps the function in a frame object; its variable's name depends on the version.
         for owner in map(frame.f_locals.get, ("self", "frame", "ctx")):
@@ -139,9 +140,11 @@ def _handle(tensor: torch.Tensor, listener: AccessListener) -> Any:
     return None if all(each is None for each in handles.values()) else _Held(tensor, handles)
 
 
-def _given(handle: Any, listener: AccessListener) -> torch.Tensor:
+def _given(handle: Any, listener: AccessListener, *, again: bool) -> torch.Tensor:
     """The saved tensor."""
-    return handle.joined(listener) if type(handle) is _Held else listener.unpack(handle)
+    if type(handle) is _Held:
+        return handle.joined(listener, again=again)
+    return listener.again(handle) if again else listener.unpack(handle)
 
 
 class _Held:
@@ -154,9 +157,10 @@ class _Held:
         self._others = {name: each for name, each in held(tensor) if handles[name] is None}
         self._form = (type(tensor), tensor.__tensor_flatten__()[1], tensor.size(), tensor.stride())
 
-    def joined(self, listener: AccessListener) -> torch.Tensor:
+    def joined(self, listener: AccessListener, *, again: bool) -> torch.Tensor:
         kind, *form = self._form
-        found = {name: _given(handle, listener) for name, handle in self._handles.items() if handle is not None}
+        handles = {name: handle for name, handle in self._handles.items() if handle is not None}
+        found = {name: _given(handle, listener, again=again) for name, handle in handles.items()}
         tensor: torch.Tensor = kind.__tensor_unflatten__(self._others | found, *form)
         return tensor
 

@@ -13,8 +13,8 @@ Four things together see every use of a parameter:
   stays in use until the innermost running module returns.
 
 A view may live longer: in a closure that is recomputed, in the context of an autograd function, or in a custom object
-that a module returned. So a result that the listener recognises as a view becomes a `TrackedView`. It announces its
-uses like a parameter, and is then pointed to the weight again.
+that a module returned. It lies in the weight's storage, by which the listener knows it, and is a `TrackedView`, which
+announces its uses like a parameter; what only operators have made is marked.
 
 Reading metadata (`shape`, `dtype`, `size()`, ...) is no use, nor is taking only the shape of a parameter (`zeros_like`,
 `new_empty`). `data`, `data_ptr()` and `untyped_storage()` are uses, since they expose the values.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -63,8 +64,6 @@ from elixir.torch_private import (
     tree_leaves,
 )
 
-_TUPLE_ITERATOR = type(iter(()))
-
 
 class TrackedParameter(nn.Parameter):
     """A parameter that tells its listener before a torch function reads it."""
@@ -92,14 +91,12 @@ class TrackedParameter(nn.Parameter):
 class TrackedView(torch.Tensor):
     """A view of a tracked parameter that tells the listener before a torch function reads it.
 
-    A function's result becomes one by a change of class, which autograd does not notice.
+    It lies in the weight's storage, whose memory comes and goes. A function's result becomes one by a change of class,
+    which autograd does not notice.
     """
 
     elixir_listener: AccessListener
-    elixir_place: Any
-    """The listener's `Place` of the view."""
-    elixir_memory: Any
-    """The memory that it currently views; only the listener uses it."""
+    elixir_parameter: nn.Parameter
 
     @classmethod
     def __torch_function__(
@@ -115,8 +112,6 @@ class TrackedView(torch.Tensor):
         # Pickling the view itself would include all memory that it views.
         return self.detach().clone().__reduce_ex__(protocol)
 
-
-_Tracked = TrackedParameter | TrackedView
 
 TRACKED_PARAMETERS: set[type] = {TrackedParameter}
 """The classes of tracked parameters: one per class of a model's parameters."""
@@ -208,6 +203,10 @@ class Interception:
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
+        # The model may be let go of without `remove`; numbers of storages are then given to others.
+        storages = tuple(listener.storages)
+        _LISTENING.update(dict.fromkeys(storages, weakref.ref(listener)))
+        self._unheard = weakref.finalize(listener, _hear_no_more, storages)
         self._modules = list(model.modules())
         self._checkpointing = [each for each in self._modules if hasattr(each, "gradient_checkpointing")]
         self._calls = self._present_calls()
@@ -248,6 +247,7 @@ class Interception:
             parameter.__class__ = original
         for handle in self._handles:
             handle.remove()
+        self._unheard()
         for path in self._fast:
             path.remove()
         for unit in self._units:
@@ -339,7 +339,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], types: An
         may_write = name[-1:] == "_" or "out" in kwargs or "max_norm" in kwargs
         written = _tracked(*written_arguments(name, args, kwargs)) if may_write else []
         result = _read(func if functorch_level() is None else _noticing(func), args, kwargs, name, found, written)
-        return result if name != "data" else found[0].elixir_listener.lends(_parameter_of(found[0]), result)
+        return result if name != "data" else _listener(found[0]).lends(_parameter_of(found[0]), result)
 
 
 def _call_whole(kind: Any, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -384,7 +384,7 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
             return operator(*args, **kwargs)
         found = _tracked(args, kwargs)
         if not found:
-            # A view that only operators have seen. If it has memory, that is in a block.
+            # A view that only operators have seen, of a weight that was elsewhere.
             if any(is_absent(item) for item in tree_leaves((args, kwargs))):
                 raise InputError(
                     f"{name} reads a weight that is elsewhere, through a tensor made from it by code that no torch "
@@ -456,15 +456,15 @@ def _read(
     args: Any,
     kwargs: dict[str, Any],
     name: str,
-    found: list[_Tracked],
-    written: list[_Tracked],
+    found: list[torch.Tensor],
+    written: list[torch.Tensor],
 ) -> Any:
     """Announces what `func` reads and writes, and calls it."""
-    listener = found[0].elixir_listener
+    listener = _listener(found[0])
     changed = list(dict.fromkeys(_parameter_of(item) for item in written)) if written else []
     if changed:
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        listener.writes(changed, name, of_weights=all(isinstance(item, _Tracked) for item in tensors))
+        listener.writes(changed, name, of_weights=all(_is_weight(item) for item in tensors))
     _announce(listener, found, name)
     outer = innermost_saved_tensors_hooks()
     if listener.claims_saved and torch.is_grad_enabled() and listener_of(outer) is not listener:
@@ -479,13 +479,9 @@ def _read(
     return _track(result, listener)
 
 
-def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> None:
+def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) -> None:
     """Announces the parameters that are read; those of views only if the running module or node has not announced
     them."""
-    views = [item for item in found if type(item) is TrackedView]
-    if not views:
-        listener.used(cast(list[nn.Parameter], found), name)
-        return
     parameters: list[nn.Parameter] = []
     for item in found:
         parameter = _parameter_of(item)
@@ -494,31 +490,9 @@ def _announce(listener: AccessListener, found: list[_Tracked], name: str) -> Non
             parameters.append(parameter)
     if parameters:
         listener.used(parameters, name)
-    for view in views:
-        listener.renew(view)
-
-
-def _track(result: Any, listener: AccessListener) -> Any:
-    """Returns `result`, in which every view of a parameter has become a `TrackedView`."""
-    if type(result) is torch.Tensor:
-        place = listener.view(result)
-        if place is not None:
-            view = cast(TrackedView, result)
-            view.__class__ = TrackedView
-            view.elixir_listener, view.elixir_place, view.elixir_memory = listener, place, None
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            _track(item, listener)
-    elif type(result) is _TUPLE_ITERATOR:  # from `for row in weight`
-        return iter(_track(tuple(result), listener))
-    return result
-
-
-def untrack(tensors: Iterable[Any]) -> None:
-    """Turns views of tracked parameters into ordinary tensors, valid until the running module returns."""
-    for tensor in tensors:
-        if type(tensor) is TrackedView:
-            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+    for item in found:
+        if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
+            listener.used_through(_parameter_of(item))
 
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -552,16 +526,65 @@ def _same_memory(item: torch.Tensor, other: Any) -> bool:
     )
 
 
-def _parameter_of(item: _Tracked) -> nn.Parameter:
-    return cast(nn.Parameter, item.elixir_place.parameter if type(item) is TrackedView else item)
+def _track(result: Any, listener: AccessListener) -> Any:
+    """Returns `result`, in which every view of a parameter has become a `TrackedView`."""
+    if type(result) is torch.Tensor:
+        parameter = listener.parameter_of(result)
+        if parameter is not None:
+            view = cast(TrackedView, result)
+            view.__class__ = TrackedView
+            view.elixir_listener, view.elixir_parameter = listener, parameter
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            _track(item, listener)
+    elif type(result) is _TUPLE_ITERATOR:  # from `for row in weight`
+        return iter(_track(tuple(result), listener))
+    return result
 
 
-def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[_Tracked]:
+_TUPLE_ITERATOR = type(iter(()))
+
+
+def untrack(tensors: Iterable[Any]) -> None:
+    """Turns views of tracked parameters into ordinary tensors."""
+    for tensor in tensors:
+        if type(tensor) is TrackedView:
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+_LISTENING: dict[int, weakref.ref[AccessListener]] = {}
+"""The listeners to storages whose memory comes and goes, by the number of the storage."""
+
+
+def _hear_no_more(storages: Iterable[int]) -> None:
+    for storage in storages:
+        del _LISTENING[storage]
+
+
+def _listener(item: Any) -> AccessListener:
+    found = _LISTENING[storage_of(item)]() if type(item) is torch.Tensor else item.elixir_listener
+    return cast(AccessListener, found)
+
+
+def _parameter_of(item: Any) -> nn.Parameter:
+    kind = type(item)
+    found = item.elixir_parameter if kind is TrackedView else item
+    return cast(nn.Parameter, _listener(item).parameter_of(item) if kind is torch.Tensor else found)
+
+
+def _is_weight(item: Any) -> bool:
+    """Whether it is a tracked parameter, or a view of one, which may be one that only operators have seen."""
+    kind = type(item)
+    if kind is torch.Tensor:
+        return bool(_LISTENING) and storage_of(item) in _LISTENING
+    return kind is TrackedView or kind in TRACKED_PARAMETERS
+
+
+def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Finds the tracked parameters and views of them among the arguments, each once."""
-    found: list[_Tracked] = []
+    found: list[torch.Tensor] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(item)
-        if kind is TrackedView or kind in TRACKED_PARAMETERS:
+        if _is_weight(item):
             if not any(item is other for other in found):
                 found.append(item)
         elif isinstance(item, (tuple, list, dict, Whole)):

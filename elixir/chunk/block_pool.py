@@ -1,64 +1,80 @@
-"""`BlockPool`: the blocks of the rCache, in one storage."""
+"""The rCache's memory: every streamed chunk has a storage, into which a block's memory moves while weights are there.
+
+Views refer to the storage, so they show the weights whenever these are there, however long the views live. An operator
+that reads one while the storage is empty meets the mark (`elixir.access.placeholders`).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from elixir.access.placeholders import marked, storage_of, unmarked
+from elixir.access.placeholders import marked
 from elixir.chunk.arena import Arena
 from elixir.errors import StateError
+from elixir.torch_private import MEMORY_MOVES, move_memory
+
+
+class Block:
+    """The gathered weights of one streamed chunk, whose memory comes and goes.
+
+    Args:
+        numel: elements of the chunk.
+        dtype: of the weights.
+        memory: of a block, flat; the caller takes it back.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, memory: torch.Tensor) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8, device=memory.device).untyped_storage()
+        move_memory(memory.untyped_storage(), self.storage)
+        self.flat = torch.empty(0, dtype=dtype, device=memory.device).set_(self.storage, 0, (numel,), (1,))
+        """All elements, flat. Writes through it do not count as writes to the weights."""
+        self.marked = marked(self.flat)
+        """The same, marked: what parameters, and views of them, lie in."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it has memory."""
+        return bool(self.storage.nbytes())
 
 
 class BlockPool:
-    """rCache: `count` blocks of one size in one storage, so that a tensor's storage tells whether it lies in a block.
+    """The memory of `count` blocks of one size.
 
     Args:
-        arena: makes the memory.
+        arena: makes it.
         count: number of blocks.
         block_bytes: size of one.
         poison: fill what leaves a block with NaN, so that a stale use cannot go unnoticed; for tests.
     """
 
     def __init__(self, arena: Arena, count: int, block_bytes: int, *, poison: bool = False) -> None:
-        self.block_bytes = block_bytes
-        self.count = count
-        self._poison = poison
-        self._memory = arena.make(count * block_bytes, torch.uint8, "device", "rcache").tensor
-        self._marked = marked(self._memory)
-        self._free = list(range(count - 1, -1, -1))
-        self.storage = self._memory.untyped_storage()._cdata if count else -1
+        self.count, self.block_bytes, self._poison = count, block_bytes, poison
+        passing = not MEMORY_MOVES
+        made = [arena.make(block_bytes, torch.uint8, "device", "rcache", passing=passing) for _ in range(count)]
+        self._free = [memory.tensor for memory in made]
+        self._taken: list[torch.Tensor] = []  # whose memory is in chunks' storages, in any order
 
     @property
     def free(self) -> int:
         """How many blocks are free."""
         return len(self._free)
 
-    def take(self) -> int:
-        """Takes a free block; returns its index."""
+    def block(self, numel: int, dtype: torch.dtype) -> Block:
+        """Makes an empty block for a chunk."""
+        made = Block(numel, dtype, self._free[-1])
+        move_memory(made.storage, self._free[-1].untyped_storage())
+        return made
+
+    def fill(self, block: Block) -> None:
+        """Gives a block memory, whose contents are not defined."""
         if not self._free:
             raise StateError(f"all {self.count} rCache blocks are taken")
-        return self._free.pop()
+        self._taken.append(self._free.pop())
+        move_memory(self._taken[-1].untyped_storage(), block.storage)
 
-    def give_back(self, block: int) -> None:
-        """Frees a block, whose contents nobody needs."""
+    def empty(self, block: Block) -> None:
+        """Takes the memory, whose contents nobody needs."""
         if self._poison:
-            self._memory[block * self.block_bytes : (block + 1) * self.block_bytes].fill_(0xFF)  # NaN in every dtype
-        self._free.append(block)
-
-    def view(self, block: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `numel` elements of a block."""
-        start = block * self.block_bytes
-        return self._memory[start : start + numel * dtype.itemsize].view(dtype)
-
-    def marked_view(self, block: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same elements, marked (`elixir.access.placeholders`)."""
-        start = block * self.block_bytes
-        with unmarked():
-            return self._marked[start : start + numel * dtype.itemsize].view(dtype)
-
-    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(block, offset in elements inside it) of a tensor that lies in the pool, else None."""
-        if storage_of(tensor) != self.storage:
-            return None
-        block, offset = divmod(int(tensor.storage_offset()) * tensor.itemsize, self.block_bytes)
-        return block, offset // tensor.itemsize
+            block.flat.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+        self._free.append(self._taken.pop())
+        move_memory(block.storage, self._free[-1].untyped_storage())

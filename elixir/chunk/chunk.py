@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import absent, storage_of, unmarked
+from elixir.chunk.block_pool import Block
+from elixir.chunk.lanes import closed
 from elixir.chunk.memory import Memory, Ticket, written
 from elixir.chunk.state_window import StoredStates
 from elixir.errors import InputError, StateError, few
@@ -172,10 +174,8 @@ class Chunk:
         self.state = ChunkState.HOME
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
-        self.memory: torch.Tensor | None = None
-        """The part of its block that the chunk fills."""
-        self.marked: torch.Tensor | None = None
-        """The same memory, marked: what parameters and tracked views point into."""
+        self.block: Block | None = None
+        """Holds the gathered weights of a streamed chunk while they are in the cache."""
         self.states, self.second = Memory(), Memory()
         """This rank's masters and states, which the optimizer steps, and the second set of them, if there is one."""
         self.at_home = Memory() if self.needs_masters else self.states
@@ -266,10 +266,23 @@ class Chunk:
                 self.check_unwritten()
             self.state = state
             if memory is not None:
-                self.point_into(memory if self.marked is None else self.marked)
+                self.point_into(memory)
                 self.watch_writes()
             elif state is ChunkState.HOME and self.shown is None:
                 self.hold_placeholders()
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """The gathered weights of a streamed chunk, which are in the cache or on their way there.
+
+        Raises:
+            StateError: they are not; InputError after `close`.
+        """
+        if self.block is not None and self.block.is_filled:
+            return self.block.flat
+        if self.dropped:
+            raise closed()
+        raise StateError(f"rank {self.rank}: chunk {self.index} is {self.state.value}, it has no block")
 
     def point_into(self, memory: torch.Tensor) -> None:
         """Makes the parameters views of `memory`, which holds the gathered weights."""
@@ -285,7 +298,7 @@ class Chunk:
 
     def drop_memory(self) -> None:
         """Lets go of weights, masters and gathered weights; nothing can use the chunk afterwards."""
-        self.shard = self.weights = self.masters = self.memory = self.marked = self.shown = self._lent = None
+        self.shard = self.weights = self.masters = self.block = self.shown = self._lent = None
         self.filed = self.stored = None
         self.dropped = True
 
@@ -415,9 +428,7 @@ class Chunk:
     def take_written(self, parameter: nn.Parameter) -> None:
         """Keeps what was written to a parameter while the gathered weights are there."""
         place, slot = next((at, slot) for at, slot in enumerate(self.slots) if slot.parameter is parameter)
-        memory = self.memory if self.weights is None else self.weights
-        if memory is None:
-            raise StateError(f"rank {self.rank}: chunk {self.index} has no gathered weights that were written to")
+        memory = self.filled if self.weights is None else self.weights
         if slot.name in self.held:
             part = self.held[slot.name].part
             own = memory[self.mine][part]

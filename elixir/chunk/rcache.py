@@ -29,9 +29,9 @@ from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
-from elixir.chunk.lanes import Lanes, closed
+from elixir.chunk.lanes import Lanes
 from elixir.chunk.memory import Memory
-from elixir.errors import InputError, StateError
+from elixir.errors import InputError
 from elixir.schedule import CacheView, Schedule
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,6 @@ class RCache:
         self._chunks = chunks
         self._schedule = schedule
         self._pool = pool
-        self.storage = pool.storage
-        """Number of the blocks' storage (`storage_of`)."""
         self._lanes = lanes
         self._buffers = buffers
         self._group = group
@@ -110,7 +108,10 @@ class RCache:
         self._in_forward = False
         self._call_end: int | None = None
         self._disturbed = False
-        self._in_block: dict[int, int] = {}  # block -> chunk
+        self._filled: dict[int, Chunk] = {}  # by index, those whose blocks are filled, the first one first
+        for chunk in chunks:
+            if not chunk.plan.resident:
+                chunk.block = pool.block(chunk.plan.numel, chunk.dtype)
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
         self.counts = CacheCounts()
 
@@ -234,7 +235,7 @@ class RCache:
     @property
     def held(self) -> tuple[int, ...]:
         """Chunks that lie in blocks, in order of index."""
-        return tuple(sorted(self._in_block.values()))
+        return tuple(sorted(self._filled))
 
     def take_counts(self) -> CacheCounts:
         """Counts since they were last taken."""
@@ -259,7 +260,7 @@ class RCache:
 
     def has_room_for(self, indices: set[int]) -> bool:
         """Whether all of these chunks can be in blocks, next to those that are pinned."""
-        pinned = {index for index in self._in_block.values() if self._chunks[index].pins}
+        pinned = {index for index, chunk in self._filled.items() if chunk.pins}
         return len(indices | pinned) <= self._pool.count
 
     def unpin(self, indices: Iterable[int]) -> None:
@@ -267,55 +268,22 @@ class RCache:
         with self._lock:
             self._pin(indices, -1)
             if self._evict_always and not self._together:
-                for chunk in [self._chunks[index] for index in self._in_block.values()]:
+                for chunk in list(self._filled.values()):
                     if not chunk.pins:
                         self._evict(chunk)
-
-    def chunk_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(chunk, offset in the tensor's elements inside it) of a tensor that lies in a block, else None.
-
-        Raises:
-            StateError: nobody has pinned what is in that block now, so the tensor is a view of what was there before.
-        """
-        found = self._pool.find(tensor)
-        if found is None:
-            return None
-        block, offset = found
-        index = self._in_block.get(block)
-        if index is None or not self._chunks[index].pins:
-            raise StateError(
-                f"rank {self._chunks[0].rank}: a view of a weight is used after the module that made it has returned, "
-                "when its memory may hold another weight; make the view in the module that uses it"
-            )
-        return index, offset
-
-    def memory(self, index: int) -> torch.Tensor:
-        """The block of a cached chunk, as a flat tensor of its elements."""
-        return self._in_a_block(index, self._chunks[index].memory)
-
-    def marked_memory(self, index: int) -> torch.Tensor:
-        """The same, marked; another object each time that the chunk comes into a block."""
-        return self._in_a_block(index, self._chunks[index].marked)
-
-    def _in_a_block(self, index: int, memory: torch.Tensor | None) -> torch.Tensor:
-        if memory is None and self._chunks[index].dropped:
-            raise closed()
-        if memory is None:
-            raise StateError(f"chunk {index} is {self._chunks[index].state.value}, it has no block")
-        return memory
 
     def invalidate(self) -> None:
         """Empties the blocks, since the weights have changed at home."""
         with self._lock:
-            for index in list(self._in_block.values()):
-                self._evict(self._chunks[index])
+            for chunk in list(self._filled.values()):
+                self._evict(chunk)
             self.begin(announce=False)
 
     def failures(self) -> list[Exception]:
         """Errors of transfers into blocks, once all of them are over; their chunks are at home again."""
         found = []
         with self._lock:
-            for chunk in [self._chunks[index] for index in self._in_block.values()]:
+            for chunk in list(self._filled.values()):
                 errors = chunk.whole.failures() if chunk.state is ChunkState.FETCHING else []
                 if errors:
                     found += errors
@@ -379,9 +347,9 @@ class RCache:
             if self._in_backward and self._schedule.windows[position]:
                 self._gradients.leave(position)
             if self._evict_always and self._together:
-                for index in [i for i in self._in_block.values() if i not in self._required[position]]:
-                    if not self._chunks[index].pins:
-                        self._evict(self._chunks[index])
+                for chunk in [each for each in self._filled.values() if each.index not in self._required[position]]:
+                    if not chunk.pins:
+                        self._evict(chunk)
             self._position = position
             self._load_window(self._schedule.windows[position])
             for index in self._schedule.policy.required[position]:
@@ -398,7 +366,7 @@ class RCache:
         self._view = CacheView(self._schedule.policy)
         for passed in range(position):
             self._view.passed(passed)
-        for index in self._in_block.values():
+        for index in self._filled:
             if index in self._known:
                 self._view.admit(index)
 
@@ -429,13 +397,14 @@ class RCache:
         if chunk.state is ChunkState.FETCHING:
             # compute reads the block next, which has other weights, or half of these, until then
             chunk.whole.wait()
-            chunk.to(ChunkState.CACHED, self.memory(chunk.index))
+            assert chunk.block is not None
+            chunk.to(ChunkState.CACHED, chunk.block.marked)
 
     def _make_room(self, *, optional: bool) -> bool:
         """Frees a block if none is free; returns whether one is."""
         if self._pool.free:
             return True
-        residents = list(self._in_block.values())
+        residents = list(self._filled)
         strangers = [index for index in residents if index not in self._known and not self._chunks[index].pins]
         if self._together and not strangers:
             # Pins follow from this rank's data. In order they never hinder; elsewhere all ranks must agree.
@@ -459,22 +428,19 @@ class RCache:
             # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
             chunk.whole.failures()
         chunk.to(ChunkState.HOME)
-        block = next(block for block, index in self._in_block.items() if index == chunk.index)
-        del self._in_block[block]
+        del self._filled[chunk.index]
         if chunk.index in self._view.residents:
             self._view.evict(chunk.index)
         self._fresh.discard(chunk.index)
-        self._pool.give_back(block)
-        chunk.memory = chunk.marked = None
+        assert chunk.block is not None
+        self._pool.empty(chunk.block)
 
     def _load(self, chunk: Chunk) -> None:
-        """Starts filling a free block while compute goes on."""
-        block = self._pool.take()
-        # `data`: a separate count of writes, or what is fetched into other blocks would count as writes to this one.
-        chunk.memory = self._pool.view(block, chunk.plan.numel, chunk.dtype).data
-        chunk.marked = self._pool.marked_view(block, chunk.plan.numel, chunk.dtype)
+        """Starts filling its block while compute goes on."""
+        assert chunk.block is not None
+        self._pool.fill(chunk.block)
         chunk.whole = Memory()
-        self._in_block[block] = chunk.index
+        self._filled[chunk.index] = chunk
         if chunk.index in self._known:
             self._view.admit(chunk.index)
         chunk.to(ChunkState.FETCHING)
@@ -486,7 +452,7 @@ class RCache:
             raise
 
     def _fill(self, chunk: Chunk) -> None:
-        whole, (shard, home) = self.memory(chunk.index), self._home_of(chunk)
+        whole, (shard, home) = chunk.filled, self._home_of(chunk)
         self.counts.loads += 1
         self._fresh.add(chunk.index)
         source = shard

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,12 +80,6 @@ class _Scope:
     parameters: set[int] = field(default_factory=set)
     views: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Views of weights that were made in it, and may be alive."""
-
-
-class _Place(NamedTuple):
-    """The place of a view: in a trace, weights stay where they are."""
-
-    parameter: nn.Parameter
 
 
 class UseOrder(AccessListener):
@@ -219,12 +213,12 @@ class UseOrder(AccessListener):
             if unseen and not operator_reads_only_metadata(name):
                 self.used([self._parameters[index] for index in unseen], name)
 
-    def view(self, tensor: torch.Tensor) -> _Place | None:
+    def parameter_of(self, view: torch.Tensor) -> nn.Parameter | None:
         """Views are recognised by their storage."""
-        index = self._storages.get(storage_of(tensor))
+        index = self._storages.get(storage_of(view))
         if index is not None and self._scopes:
-            self._scopes[-1].views.append(weakref.ref(tensor))
-        return None if index is None else _Place(self._parameters[index])
+            self._scopes[-1].views.append(weakref.ref(view))
+        return None if index is None else self._parameters[index]
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a module that is running, or else the node that is, has read the parameter."""

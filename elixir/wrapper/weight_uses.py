@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from elixir.access.access_listener import AccessListener
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.access.functions import RENORMALISE
-from elixir.access.interception import TRACKED_PARAMETERS, TrackedView
+from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.access.interrupts import hold_back
-from elixir.access.placeholders import storage_of
+from elixir.access.placeholders import storage_of, unmarked
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.rcache import RCache
@@ -46,8 +47,8 @@ def ignored(parameters: list[nn.Parameter]) -> None:
     """Outside of a pass, nobody wants to know of uses."""
 
 
-class _ChunkView(NamedTuple):
-    """A view of a chunk's weights, which can be restored wherever its chunk is."""
+class _Saved(NamedTuple):
+    """The place in its chunk of a weight, or a view of one, that autograd has saved."""
 
     chunk: int
     offset: int
@@ -129,7 +130,7 @@ class _ThreadState:
     at_node: _ScopeUses = field(default_factory=_ScopeUses)
 
 
-class WeightUses:
+class WeightUses(AccessListener):
     """The runtime's listener to uses of weights.
 
     A used chunk stays pinned until the innermost running module returns; in backward, until another autograd node asks
@@ -169,9 +170,11 @@ class WeightUses:
         self.claims_saved = moves or not all(chunk.plan.resident for chunk in chunks)
         """False if all chunks are resident and nobody moves what autograd saves: their weights stay in place until the
         optimizer's step, which autograd notices."""
-        self._latest: dict[int, _ChunkView] = {}
-        """The last view of a parameter, by its `id`. Most are the same in all steps: thousands of objects that live
-        from forward to backward would keep the garbage collector at work."""
+        self._latest: dict[int, _Saved] = {}
+        """The place that was last saved of a parameter, by its `id`. Most are the same in all steps: thousands of
+        objects that live from forward to backward would keep the garbage collector at work."""
+        self.storages = self._lies_in = {storage_of(it.block.flat): it for it in chunks if it.block is not None}
+        """The chunk of each storage that is filled and emptied, by its number."""
         self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
         self._threads: dict[int, _ThreadState] = {}
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
@@ -266,22 +269,37 @@ class WeightUses:
                 now.wait_stream(self._compute)
             self._compute = now
 
-    def view(self, tensor: torch.Tensor) -> _ChunkView | None:
-        """The view that a tensor is, if it lies in a block and so must be tracked."""
-        if storage_of(tensor) != self._cache.storage:  # asked here to save Python calls: this runs for every result
+    def used_through(self, parameter: nn.Parameter) -> None:
+        """Fetches the weights of a view that a forward has made, while `gathered` shows them in other memory."""
+        index, state = self._places[parameter][0].index, self._state()
+        if not state.scopes and not backward_is_running():
+            raise InputError(
+                f"a view of {self._places[parameter][1].name} that a forward has made is read inside of gathered(), "
+                "where only the parameter itself has its values"
+            )
+        self._acquire([index])
+        if not state.scopes:
+            self._enter_node(state, id(parameter))
+        (state.scopes[-1] if state.scopes else state.at_node).pins.append(index)
+
+    def parameter_of(self, view: torch.Tensor) -> nn.Parameter | None:
+        """The parameter in whose memory a tensor begins, if that comes and goes."""
+        chunk = self._lies_in.get(storage_of(view))
+        return None if chunk is None else _parameter_at(chunk, view)
+
+    def _saved(self, tensor: torch.Tensor) -> _Saved | None:
+        """The place that is saved instead of a tensor that lies in a chunk's storage; None of all others."""
+        chunk = self._lies_in.get(storage_of(tensor))
+        if chunk is None:
             return None
-        found = self._cache.chunk_at(tensor)
-        if found is None:
-            return None
-        index, offset = found
-        chunk = self._chunks[index]
-        parameter = chunk.parameter_at(offset * tensor.itemsize // chunk.dtype.itemsize)
-        size, stride, version = tensor.size(), tensor.stride(), parameter._version
-        view = self._latest.get(id(parameter))
-        if view is None or view[1:5] != (offset, tensor.dtype, size, stride) or view.version != version:
-            view = _ChunkView(index, offset, tensor.dtype, size, stride, parameter, version)
-            self._latest[id(parameter)] = view
-        return view
+        offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        parameter = _parameter_at(chunk, tensor)
+        version = parameter._version
+        saved = self._latest.get(id(parameter))
+        if saved is None or saved[1:5] != (offset, tensor.dtype, size, stride) or saved.version != version:
+            saved = _Saved(chunk.index, offset, tensor.dtype, size, stride, parameter, version)
+            self._latest[id(parameter)] = saved
+        return saved
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Counts writes through ``data`` of resident weights; writes to blocks are announced."""
@@ -301,18 +319,6 @@ class WeightUses:
             return False
         self._enter_node(state, id(parameter))
         return id(parameter) in state.at_node.parameters
-
-    def renew(self, view: TrackedView) -> None:
-        """Points a view to its chunk's present memory; the chunk has been fetched."""
-        part: _ChunkView = view.elixir_place
-        self._refuse_changed(part, "a view of it was made")
-        memory = self._chunks[part.chunk].shown
-        if memory is None:
-            memory = self._cache.marked_memory(part.chunk)
-        if view.elixir_memory is not memory:
-            with _hidden_from_modes():
-                view.data = part.of(memory)
-            view.elixir_memory = memory
 
     def refuse_inside(self, what: str) -> None:
         """Raises if one of the model's modules, or backward, runs on this thread."""
@@ -409,14 +415,12 @@ class WeightUses:
         arguments of its function before they are read."""
         if functorch_level() is not None:  # asked here to save a Python call: this runs for every saved tensor
             _refuse_forward_mode()
-        if type(tensor) is TrackedView:  # the view may lie elsewhere by now
-            return tensor.elixir_place if tensor.elixir_listener is self else None
         place = self._places.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
         if place is None or place[0].plan.resident:
-            return self.view(tensor)
+            return self._saved(tensor)
         chunk, slot = place
         version = slot.parameter._version
-        return _ChunkView(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
+        return _Saved(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a resident weight."""
@@ -430,20 +434,20 @@ class WeightUses:
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Fetches a saved weight for the running node."""
-        part: _ChunkView = handle
+        part: _Saved = handle
         self.order_compute()
         if torch.is_grad_enabled() and backward_is_running():
             raise InputError(
                 "create_graph=True over streamed weights would keep views of memory that other weights take next; "
                 "plan with every chunk on the device (placement='cuda')"
             )
-        self._refuse_changed(part, "it was saved")
+        self._refuse_changed(part)
         if (gathered := self._chunks[part.chunk].shown) is not None:
             return part.of(gathered)
         if not backward_is_running():  # user code looks at what a node has saved
             self._cache.acquire([part.chunk])
             try:
-                return part.of(self._cache.memory(part.chunk)).clone()
+                return part.of(self._chunks[part.chunk].filled).clone()
             finally:
                 self._cache.unpin([part.chunk])
         state, key = self._state(), id(part.parameter)
@@ -452,10 +456,19 @@ class WeightUses:
             self._enter_node(state, key)
             if key not in state.at_node.parameters:  # otherwise the node has pinned it
                 self._acquire_for_node(state.at_node, part)
-        return part.of(self._cache.memory(part.chunk))
+        return part.of(self._chunks[part.chunk].filled)
 
-    def _acquire_for_node(self, uses: _ScopeUses, part: _ChunkView) -> None:
-        """Fetches the weight of a view for the running node, or all weights of its unit."""
+    def again(self, handle: Any) -> torch.Tensor:
+        """A saved weight for a function that runs again, where it announces its reads."""
+        part: _Saved = handle
+        there, block = self.unpack(handle), self._chunks[part.chunk].block
+        if block is None or storage_of(there) != storage_of(block.flat):
+            return there
+        with unmarked():
+            return part.of(block.marked)
+
+    def _acquire_for_node(self, uses: _ScopeUses, part: _Saved) -> None:
+        """Fetches a saved weight for the running node, or all weights of its unit."""
         key = id(part.parameter)
         unit = self._together.get(key)
         chunks, keys = ((part.chunk,), frozenset((key,))) if unit is None else (unit.streamed, unit.parameters)
@@ -505,25 +518,22 @@ class WeightUses:
         return state
 
     @staticmethod
-    def _refuse_changed(part: _ChunkView, when: str) -> None:
+    def _refuse_changed(part: _Saved) -> None:
         if part.parameter._version != part.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"weight of shape {list(part.parameter.shape)} is at version {part.parameter._version}, {when} at "
-                f"version {part.version}; an optimizer step in between does this"
+                f"weight of shape {list(part.parameter.shape)} is at version {part.parameter._version}, it was saved "
+                f"at version {part.version}; an optimizer step in between does this"
             )
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is TrackedView:
-            return _copied(tensor)  # a use: the module that created the view may have returned long ago
         place = self._places.get(tensor) if type(tensor) in TRACKED_PARAMETERS else None
         if place is not None:
             # A module around this one announces its reads. Outside of all modules the weight is copied, which is a use.
             stays = len(self._state().scopes) > 1 or place[0].plan.resident
             return tensor if stays else _copied(tensor)
-        with DisableTorchFunctionSubclass():  # this asks for the tensor's place, not its values
-            lies_in_block = self._cache.chunk_at(tensor) is not None
-        return _copied(tensor) if lies_in_block else tensor
+        # Reading a view is a use: the module that made it may have returned long ago.
+        return _copied(tensor) if storage_of(tensor) in self._lies_in else tensor
 
 
 def _hidden_from_modes() -> AbstractContextManager[Any]:
@@ -551,6 +561,10 @@ def _refuse_forward_mode() -> None:
             "torch.autograd.functional.jvp without create_graph, or plan with every chunk on the device "
             "(placement='cuda')"
         )
+
+
+def _parameter_at(chunk: Chunk, tensor: torch.Tensor) -> nn.Parameter:
+    return chunk.parameter_at(int(tensor.storage_offset()) * tensor.itemsize // chunk.dtype.itemsize)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

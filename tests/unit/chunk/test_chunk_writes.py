@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.arena import Arena
+from elixir.chunk.block_pool import Block
 from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks, as_block
@@ -178,7 +179,8 @@ def test_what_a_forward_wrote_is_kept(ranks: int, masters: bool) -> None:
 def test_a_write_to_a_block_that_is_announced_is_kept_and_no_error() -> None:
     it = made(resident=False)
     chunk, memory = it.chunk, torch.zeros(NUMEL, dtype=torch.bfloat16)
-    chunk.memory = memory
+    chunk.block = Block(NUMEL, torch.bfloat16, memory)
+    memory = chunk.block.flat
     chunk.to(ChunkState.FETCHING)
     chunk.to(ChunkState.CACHED, memory)
     with torch.no_grad():

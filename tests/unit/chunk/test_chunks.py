@@ -12,7 +12,9 @@ from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
 import elixir.chunk.chunk as chunk_file
+from elixir import torch_private
 from elixir.access.placeholders import is_absent
+from elixir.chunk import block_pool
 from elixir.chunk.arena import Arena
 from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState, become_real
@@ -115,7 +117,7 @@ def test_a_chunk_without_memory_says_so() -> None:
     chunk = make_chunk(7, rank=3)
     with pytest.raises(StateError, match="rank 3: chunk 7 has no weights yet"):
         _ = chunk.shard_weights
-    with pytest.raises(StateError, match="rank 3: chunk 7 has no gathered weights that were written to"):
+    with pytest.raises(StateError, match="rank 3: chunk 7 is home, it has no block"):
         chunk.take_written(chunk.slots[0].parameter)
 
 
@@ -139,37 +141,43 @@ def test_a_write_to_a_cached_weight_is_said_once() -> None:
 # --- blocks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_gives_every_block_once() -> None:
+def test_a_pool_fills_as_many_blocks_as_it_has() -> None:
     arena = Arena(CPU)
     pool = BlockPool(arena, 3, 512)
-    assert arena.peak_bytes["device"] == 3 * 512
-    taken = {pool.take() for _ in range(3)}
-    assert taken == {0, 1, 2}
+    blocks = [pool.block(100, torch.float32) for _ in range(4)]
+    assert (arena.peak_bytes["device"], pool.free) == (3 * 512, 3)
+    for block in blocks[:3]:
+        pool.fill(block)
     with pytest.raises(StateError, match="all 3"):
-        pool.take()
-    pool.give_back(1)
-    assert (pool.free, pool.take()) == (1, 1)
+        pool.fill(blocks[3])
+    pool.empty(blocks[1])
+    pool.fill(blocks[3])
+    assert [block.is_filled for block in blocks] == [True, False, True, True]
+    assert (pool.free, arena.live_bytes("device")) == (0, 3 * 512)
 
 
+@pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_poison_is_nan_in_every_dtype(dtype: torch.dtype) -> None:
-    pool = BlockPool(Arena(CPU), 2, 512, poison=True)
-    blocks = [pool.take(), pool.take()]
-    views = [pool.view(block, 16, dtype).fill_(1) for block in blocks]
-    pool.give_back(blocks[0])
-    assert views[0].isnan().all()
-    assert (views[1] == 1).all()
-
-
-def test_a_pool_knows_its_own_memory() -> None:
-    pool = BlockPool(Arena(CPU), 2, 512)
-    view = pool.view(1, 100, torch.float32)
-    assert pool.find(view[8:24].view(4, 4).t()) == (1, 8)
-    assert pool.find(view.to(torch.float64)) is None
-    assert pool.find(torch.zeros(4)) is None
-    marked = pool.marked_view(1, 100, torch.float32)
-    assert (marked.shape, marked.data_ptr(), pool.find(marked)) == (view.shape, view.data_ptr(), (1, 0))
-    assert BlockPool(Arena(CPU), 0, 0).find(torch.zeros(4)) is None
+def test_views_follow_a_block_and_poison_is_nan(
+    dtype: torch.dtype, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not moves:
+        for module in (torch_private, block_pool):
+            monkeypatch.setattr(module, "MEMORY_MOVES", False)
+    pool = BlockPool(Arena(CPU), 2, 2**21, poison=True)
+    first, second = (pool.block(16, dtype) for _ in range(2))
+    pool.fill(first)
+    taken, view = first.flat.numpy() if dtype is torch.float32 and moves else None, first.flat[2:4]
+    pool.fill(second)
+    first.flat.fill_(1)
+    pool.empty(first)
+    pool.empty(second)
+    pool.fill(second)
+    pool.fill(first)  # may have the other's memory now
+    assert first.flat.isnan().all() or not moves
+    first.flat.fill_(3)
+    assert view.tolist() == [3, 3]
+    assert taken is None or not (taken == 1).any()
 
 
 def test_an_arena_cannot_free_more_than_was_taken() -> None:

@@ -73,13 +73,17 @@ def make_cache(
 def check(cache: Cache, chunks: tuple[int, ...]) -> None:
     """All that was acquired is there, and nothing is where it should not be."""
     for index in chunks:
-        assert (cache.memory(index) == index).all()
+        assert (cache.chunks[index].filled == index).all()
         assert (cache.chunks[index].slots[0].parameter == index).all()
     in_blocks = cache.held
     assert len(in_blocks) + cache.pool.free == cache.pool.count
     assert len(set(in_blocks)) == len(in_blocks)
     for chunk in cache.chunks:
-        assert (chunk.state is ChunkState.HOME) == (chunk.memory is None) == (chunk.index not in in_blocks)
+        assert (
+            (chunk.state is ChunkState.HOME)
+            == (chunk.block is None or not chunk.block.is_filled)
+            == (chunk.index not in in_blocks)
+        )
 
 
 @st.composite
@@ -162,7 +166,7 @@ def test_bytes_are_right_in_any_order(
     cache.invalidate()
     check(cache, ())
     with pytest.raises(StateError, match="chunk 0 is home, it has no block"):
-        cache.memory(0)
+        _ = cache.chunks[0].filled
     lanes.close()
 
 
@@ -190,8 +194,8 @@ def test_weights_are_not_taken_before_they_are_updated(lanes: Lanes) -> None:
     open_later(gate)
     cache.acquire([0])
     cache.acquire([1])
-    assert (cache.memory(0) == -1).all()
-    assert (cache.memory(1) == -1).all()
+    assert (cache.chunks[0].filled == -1).all()
+    assert (cache.chunks[1].filled == -1).all()
     cache.unpin([0, 1])
 
 
@@ -210,7 +214,7 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes)
     open_later(gate)
     written.synchronize()
     acquires.join()
-    assert torch.equal(cache.memory(0), before)
+    assert torch.equal(cache.chunks[0].filled, before)
     cache.unpin([0])
 
 
@@ -248,17 +252,18 @@ def test_a_transfer_that_cannot_begin_leaves_its_block_free(lanes: Lanes, monkey
     cache.unpin([0])
 
 
-def test_a_view_of_what_has_left_is_noticed(lanes: Lanes) -> None:
+def test_a_view_shows_the_weights_whenever_they_are_there(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
     cache.acquire([0])
-    view = cache.memory(0)[2:4]
-    assert cache.chunk_at(view) == (0, 2)
+    view = cache.chunks[0].filled[2:4]
     cache.unpin([0])
-    with pytest.raises(StateError, match="after the module that made it has returned"):
-        cache.chunk_at(view)
-    cache.invalidate()
-    with pytest.raises(StateError, match="after the module that made it has returned"):
-        cache.chunk_at(view)
+    for _ in range(2):
+        cache.acquire([1])  # in the block in which the view was
+        assert not view.untyped_storage().nbytes()
+        cache.unpin([1])
+        cache.acquire([0])
+        assert view.tolist() == [0.0, 0.0]
+        cache.unpin([0])
 
 
 def test_prefetch_is_under_way_before_the_use() -> None:

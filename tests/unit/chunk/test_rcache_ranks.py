@@ -92,13 +92,14 @@ class Rank:
         self.flow = NotingFlow([], arena, self.lanes, self.group, buffers, flow)
         pool = BlockPool(arena, blocks, NUMEL * 4, poison=True)
         self._uses, self._turn, self.schedule = uses, turn, Schedule(uses, depth)
+        self.chunks = chunks
         self.cache = RCache(
             chunks, self.schedule, pool, self.lanes, buffers, self.group, self.flow, backward_from=turn, **options
         )
 
     def use(self, *chunks: int, pinned: bool = False) -> None:
         self.cache.acquire(chunks)
-        assert all((self.cache.memory(chunk) == chunk).all() for chunk in chunks)
+        assert all((self.chunks[chunk].filled == chunk).all() for chunk in chunks)
         if not pinned:
             self.cache.unpin(chunks)
 

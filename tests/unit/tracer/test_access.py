@@ -11,14 +11,8 @@ import torch
 from torch import nn
 
 from elixir.access.autograd import backward_is_running, hooks_over, innermost_saved_tensors_hooks
-from elixir.access.interception import Interception, TrackedParameter, TrackedView
+from elixir.access.interception import Interception, TrackedParameter
 from elixir.access.placeholders import absent
-
-
-class Place(NamedTuple):
-    """The parameter of a view."""
-
-    parameter: nn.Parameter
 
 
 class Log:
@@ -26,7 +20,7 @@ class Log:
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.storages = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+        self.by_storage = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.heard: list[tuple[str, Any]] = []
         self.tracks, self.claims_saved = False, True
@@ -41,9 +35,11 @@ class Log:
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         pass
 
-    def view(self, tensor: torch.Tensor) -> Place | None:
-        name = self.storages.get(tensor.untyped_storage()._cdata)
-        return Place(self.parameters[name]) if self.tracks and name is not None else None
+    storages = ()
+
+    def parameter_of(self, view: torch.Tensor) -> nn.Parameter | None:
+        name = self.by_storage.get(view.untyped_storage()._cdata)
+        return self.parameters[name] if self.tracks and name is not None else None
 
     def stays(self, tensor: torch.Tensor) -> bool:
         return False
@@ -56,9 +52,6 @@ class Log:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return parameter is self.held
-
-    def renew(self, view: TrackedView) -> None:
-        self.heard.append(("renewed", self.names[id(view.elixir_place.parameter)]))
 
     def reads_gradient(self, parameter: nn.Parameter) -> None:
         self.heard.append(("gradient", self.names[id(parameter)]))
@@ -74,7 +67,7 @@ class Log:
         return output
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
-        name = self.storages.get(tensor.untyped_storage()._cdata)
+        name = self.by_storage.get(tensor.untyped_storage()._cdata)
         return None if name is None else (name, tensor.detach())
 
     def unpack(self, handle: Any) -> torch.Tensor:
@@ -200,17 +193,16 @@ def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
     second = first[0]
     assert log.heard == [
         ("used", (("weight",), "t")),
-        ("used", (("weight",), "__getitem__")), ("renewed", "weight"),
+        ("used", (("weight",), "__getitem__")),
     ]  # fmt: skip
     log.heard.clear()
     log.held = weight
     assert type(torch.stack([first[1], second]).add(bias)) is torch.Tensor
     assert log.only("used") == [(("bias",), "add")]
-    assert log.only("renewed") == ["weight"] * 3, "once for each view that is read"
     log.heard.clear()
     log.held = None
     torch.addmm(second, weight, first)
-    assert log.heard == [("used", (("weight",), "addmm")), ("renewed", "weight"), ("renewed", "weight")]
+    assert log.heard == [("used", (("weight",), "addmm"))]
     access.remove()
 
 

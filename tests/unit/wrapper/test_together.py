@@ -202,8 +202,7 @@ def test_calls_are_passes_after_a_move_too() -> None:
         return row
 
     model.policy.forward = stale
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model.policy(**batch(0))  # the output is refused after the call has returned
+    assert torch.equal(model.policy(**batch(0)), model.state_dict()["policy.lm_head.weight"][0].to(weight.dtype))
     del model.policy.forward
 
 
