@@ -513,16 +513,6 @@ class Chunk:
         """Gives up all memory, because others have the weights now."""
         self.shard = self.weights = self.masters = self.filed = None
 
-    def failures(self) -> list[Exception]:
-        """Errors of the work on its weights, once that is over; nothing waits for it any more."""
-        memories = dict.fromkeys((self.states, self.second, self.at_home, self.rounded, self.whole))
-        found = [error for memory in memories for error in memory.failures()]
-        if self.stored is not None:
-            self.stored.forget_failure()  # `StateWindow.lost` reports it, or the step that has failed
-        if found and self.weights is not None and self.shown is None:
-            self.point_into(self.weights)  # its parameters were to show it once it is updated, which is over
-        return found
-
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that lies at this element of the chunk."""
         return self.slots[max(bisect_right(self._offsets, offset) - 1, 0)].parameter

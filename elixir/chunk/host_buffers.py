@@ -177,7 +177,7 @@ class HostBuffers:
         buffers = self.of(name)
         del self._turns[name], self._lent[name]
         for buffer in buffers:
-            buffer.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
+            buffer.settle()  # a lane may still use the memory that is given up
             buffer.free()
 
     def clear(self) -> None:
@@ -220,7 +220,7 @@ class HostBuffers:
     def _lend_inside(self, name: str, nbytes: int) -> Memory | None:
         kind, whole, lent = self._kinds[name], self._turns[name][0], self._lent[name]
         for extra in lent.taken_back():
-            extra.failures()  # a lane may still use the memory; its error is reported elsewhere
+            extra.settle()  # a lane may still use the memory
             extra.free()
         most = max(kind.buffer_bytes, lent.most_bytes)
         if lent.nothing:
@@ -250,15 +250,9 @@ class HostBuffers:
         """All buffers of a kind."""
         return [*self._turns[name], *self._lent[name].separate.values()]
 
-    def failures(self) -> list[Exception]:
-        """Errors of the work on buffers, once it is over; the buffers are free. `StateWindow.lost` has those of the
-        disk."""
-        buffers = [buffer for name in self._kinds if name != WINDOW for buffer in self.of(name)]
-        return [error for buffer in buffers for error in buffer.failures()]
-
     def _make_room(self, kind: BufferKind, buffer: Memory, nbytes: int) -> None:
         if buffer.tensor.nbytes < nbytes:
-            buffer.failures()  # a lane may still use the memory that is given up; its error is reported elsewhere
+            buffer.settle()  # a lane may still use the memory that is given up
             buffer.free()  # before there is another, so that there are never both
             buffer.tensor = self._made(kind, nbytes).tensor
 

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from elixir.chunk.memory import THREAD, Memory, Ticket, order, quietly, reported
-from elixir.errors import InputError, StateError
+from elixir.chunk.memory import THREAD, Fate, Memory, Ticket, as_first, order
+from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
 
 Work = Callable[[], object]
@@ -33,6 +33,10 @@ _T = TypeVar("_T")
 class Lane(Protocol):
     """One resource that works while compute goes on."""
 
+    fate: Fate
+    """The first error of all lanes."""
+    last: Ticket | None
+    """The work that was submitted last."""
     waited_s: float
     """How long compute stood still for this lane; on CUDA how long the threads that submit compute have waited until
     its work was issued, as when it brings weights that the host still updates."""
@@ -59,7 +63,7 @@ class Lane(Protocol):
         filling, using = order(reads, writes)
         if despite_errors:
             filling, using = [], [*filling, *using]
-        ticket = self._put(work, filling, using, nbytes)
+        self.last = ticket = self._put(work, filling, using, nbytes)
         for memory in reads:
             memory.used(self, ticket, writes=False)
         for memory in writes:
@@ -75,21 +79,39 @@ class Lane(Protocol):
     def _follow_all(self, filling: Sequence[Ticket], using: Sequence[Ticket]) -> None:
         """Lets it wait for all, and only then raises the first error of `filling`: what uses the same memory next waits
         for this work alone."""
-        errors = []
-        with quietly():
-            for number, earlier in enumerate((*filling, *using)):
-                try:
-                    self._follow(earlier)
-                except Exception as error:
-                    errors += [error] if number < len(filling) else []
-        if errors:
-            raise reported(errors[0])
+        for earlier in (*filling, *using):
+            self._follow(earlier)
+        for earlier in filling:
+            if earlier.error is not None:
+                raise as_first(earlier.error)
 
     def ask(self, work: Callable[[], _T]) -> _T:
         """The result of `work`, which gives a device nothing to do, run after all earlier work has been submitted.
 
-        On CUDA the calling thread does not wait for what the device still has to do.
+        On CUDA the calling thread does not wait for what the device still has to do. An error of `work` is the
+        caller's, and no failure of the lane.
         """
+        answers: list[_T] = []
+        errors: list[BaseException] = []
+
+        def answer() -> None:
+            try:
+                answers.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        self._await_issue(self.submit(answer))  # both lists are empty until the lane's thread fills one
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def _await_issue(self, ticket: Ticket) -> None:
+        """Blocks this thread until work has run, or a device has been given it."""
+
+    def drain(self) -> None:
+        """Blocks this thread until all work that was submitted is over, whether or not it has failed."""
+        if self.last is not None:
+            self.last.join()
 
     def take_busy_s(self) -> float:
         """How long it worked since this was last asked; on CUDA, of the work that is known to be over by now."""
@@ -125,23 +147,26 @@ class _ThreadTicket:
     def __init__(self, lane: ThreadLane) -> None:
         self._lane = lane
         self._event = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
-        self._error = error
+        self.error = error
+        self._lane.fate.meet(error)
         self._event.set()
 
     def done(self) -> bool:
         return self._event.is_set()
 
-    def synchronize(self) -> None:
+    def join(self) -> None:
         if not self._event.is_set():
             started = time.perf_counter()
             self._event.wait()  # the lane's thread still reads or writes the buffers of the work
             if not THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
-        if self._error is not None:
-            raise reported(self._error)
+
+    def synchronize(self) -> None:
+        self.join()
+        self._lane.fate.check(self)
 
     wait = synchronize  # compute on the CPU is the calling thread
 
@@ -153,9 +178,18 @@ class ThreadLane(Lane):
         name: of the thread.
         emulation: link speed and delays.
         device: the CUDA device that its thread is on, if any.
+        fate: of all lanes.
     """
 
-    def __init__(self, name: str, emulation: Emulation | None = None, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        emulation: Emulation | None = None,
+        *,
+        device: torch.device | None = None,
+        fate: Fate | None = None,
+    ) -> None:
+        self.fate, self.last = fate or Fate(), None
         self._emulation = emulation or Emulation()
         self._device = device
         self._random = random.Random(f"{self._emulation.seed} {name}")
@@ -172,17 +206,14 @@ class ThreadLane(Lane):
         ticket = _ThreadTicket(self)  # compute on the CPU is done with what it was given by now
         self._queue.put((work, partial(self._follow_all, filling, using), nbytes, ticket))
         if self._emulation.blocking:
-            ticket.synchronize()  # protects nothing: the link is to look as if it could not overlap
+            ticket.join()  # protects nothing: the link is to look as if it could not overlap
         return ticket
 
-    def ask(self, work: Callable[[], _T]) -> _T:
-        """See `Lane.ask`."""
-        answers: list[_T] = []
-        self.submit(lambda: answers.append(work())).synchronize()  # the list is empty until the lane's thread fills it
-        return answers[0]
+    def _await_issue(self, ticket: Ticket) -> None:
+        ticket.join()
 
     def _follow(self, earlier: Ticket) -> None:
-        earlier.synchronize()  # the work reads what `earlier` writes, or writes what it uses
+        earlier.join()  # the work reads what `earlier` writes, or writes what it uses
 
     def take_busy_s(self) -> float:
         """See `Lane.take_busy_s`."""
@@ -241,24 +272,25 @@ class _CudaTicket:
         self._lane = lane
         self._issued = threading.Event()
         self._event: torch.cuda.Event | None = None
-        self._error: BaseException | None = None
+        """Recorded after the work; None if that could not be issued."""
+        self.error: BaseException | None = None
 
     def issue(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
-        self._event, self._error = event, error
+        self._event, self.error = event, error
+        self._lane.fate.meet(error)
         self._issued.set()
 
     def issued(self) -> bool:
         return self._issued.is_set()
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise reported(self._error)
 
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or bool(self._event.query()))
 
     def wait(self) -> None:
         stream, event = torch.cuda.current_stream(self._lane.device), self.until_issued()
+        self._lane.fate.check(self)
+        if event is None:
+            return
         # Times nothing that is over by now, and no lane that waits for another.
         times = not (THREAD.is_lane or event.query())
         reached = _recorded(stream, timed=True) if times else None
@@ -266,21 +298,25 @@ class _CudaTicket:
         if reached is not None:
             self._lane.waits.append((reached, _recorded(stream, timed=True)))
 
+    def join(self) -> None:
+        if (event := self.until_issued()) is not None:
+            event.synchronize()  # the calling thread reads on the host what the stream writes, or frees it
+
     def synchronize(self) -> None:
-        self.until_issued().synchronize()  # the calling thread reads on the host what the stream writes, or frees it
+        self.join()
+        self._lane.fate.check(self)
 
     def order(self, stream: torch.cuda.Stream) -> None:
         # What `stream` is given next uses the buffers of the work.
-        stream.wait_event(self.until_issued())
+        if (event := self.until_issued()) is not None:
+            stream.wait_event(event)
 
-    def until_issued(self) -> torch.cuda.Event:
+    def until_issued(self) -> torch.cuda.Event | None:
         if not self._issued.is_set():
             started = time.perf_counter()
             self._issued.wait()  # no event exists before: to go on without would leave the buffers unprotected
             if not THREAD.is_lane:
                 self._lane.waited_s += time.perf_counter() - started
-        if self._event is None:
-            raise reported(self._error or StateError("work of a lane was issued without an event"))
         return self._event
 
 
@@ -327,24 +363,22 @@ class StreamLane(Lane):
     Args:
         device: the CUDA device.
         priority: of the stream; lower runs first.
+        fate: of all lanes.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, priority: int = 0, *, fate: Fate | None = None) -> None:
+        self.device, self.fate, self.last = device, fate or Fate(), None
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._issuer: ThreadLane | None = None
-        self._last: _CudaTicket | None = None
         self._closed = False
         self._spans: _Spans = deque(maxlen=_SPANS_KEPT)
         self.waits: _Spans = deque(maxlen=_SPANS_KEPT)
         """Waits of streams of compute for this one."""
         self.waited_s = 0.0
 
-    def ask(self, work: Callable[[], _T]) -> _T:
-        """See `Lane.ask`."""
-        answers: list[_T] = []
-        self._put(lambda: answers.append(work()), (), (), 0).until_issued()  # the list is empty before
-        return answers[0]
+    def _await_issue(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _CudaTicket)
+        ticket.until_issued()
 
     def _put(self, work: Work, filling: Sequence[Ticket], using: Sequence[Ticket], nbytes: int) -> _CudaTicket:
         if self._closed:
@@ -353,16 +387,16 @@ class StreamLane(Lane):
         # Recorded here and not when the work is issued: compute submitted meanwhile would be waited for, too, and the
         # overlap be lost.
         given = _recorded(torch.cuda.current_stream(self.device))
-        behind = self._last is not None and not self._last.issued()
-        self._last = ticket = _CudaTicket(self)
+        behind = self.last is not None and not cast(_CudaTicket, self.last).issued()
+        ticket = _CudaTicket(self)
         issue = partial(self._issue, work, given, partial(self._follow_all, filling, using), ticket)
         if not behind and all(
             earlier.issued() if isinstance(earlier, _CudaTicket) else earlier.done() for earlier in (*filling, *using)
         ):
             issue()
-            ticket.raise_error()
+            self.fate.check(ticket)
         else:
-            self._issuer = self._issuer or ThreadLane("issuer", device=self.device)
+            self._issuer = self._issuer or ThreadLane("issuer", device=self.device, fate=self.fate)
             self._issuer.submit(issue)
         return ticket
 
@@ -385,7 +419,7 @@ class StreamLane(Lane):
         if isinstance(earlier, _CudaTicket):
             earlier.order(self._stream)
         else:
-            earlier.synchronize()  # work of the host, such as its Adam: the stream would copy weights that are half new
+            earlier.join()  # work of the host, such as its Adam: the stream would copy weights that are half new
 
     def _issue(self, work: Work, given: torch.cuda.Event, follow: Callable[[], None], ticket: _CudaTicket) -> None:
         try:
@@ -429,6 +463,16 @@ class Lanes:
     """Masters and states between a disk and host memory. The next chunk is read while this one is stepped. Reads and
     writes share one order, so that a read of a chunk's states finds what the step before has written."""
 
+    fate: Fate
+    """The first error of any of them."""
+
+    def drain(self) -> None:
+        """Blocks this thread until all work is over. Nobody who waits for work that has failed learns of it any more:
+        `Fate.error` says it."""
+        for lane in self.all():
+            lane.drain()
+        self.fate.is_over = self.fate.error is not None
+
     def by_name(self) -> dict[str, Lane]:
         """The lanes by what they are for."""
         return {name: getattr(self, name) for name in _NAMES}
@@ -443,23 +487,24 @@ class Lanes:
             lane.close()
 
 
-_NAMES = tuple(field.name for field in fields(Lanes))
+_NAMES = tuple(field.name for field in fields(Lanes) if field.name != "fate")
 
 
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
     """Lanes for compute on `device`; `emulation` is for the CPU's links."""
+    fate = Fate()
     if device.type == "cuda":
         # A lower number runs first. Compute waits for weights that are fetched, gathered and refreshed, so a kernel
         # that fills the device must not delay their copies. It waits for offloads only if it lacks gradient blocks.
-        fetch, network, offload = StreamLane(device, -1), StreamLane(device, -1), StreamLane(device)
-        host_adam, refresh = ThreadLane("host adam", device=device), StreamLane(device, -1)
-        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device))
+        fetch, network, refresh = (StreamLane(device, -1, fate=fate) for _ in range(3))
+        offload, host_adam = StreamLane(device, fate=fate), ThreadLane("host adam", device=device, fate=fate)
+        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device, fate=fate), fate)
     disk = None if emulation is None else replace(emulation, bytes_per_s=emulation.disk_bytes_per_s)
     how = dict.fromkeys(_NAMES, emulation) | {"disk": disk}
     with contextlib.ExitStack() as started:  # the system may have no more threads
         lanes: dict[str, Lane] = {}
         for name, each in how.items():
-            lanes[name] = lane = ThreadLane(name.replace("_", " "), each)
+            lanes[name] = lane = ThreadLane(name.replace("_", " "), each, fate=fate)
             started.callback(lane.close)
         started.pop_all()
-    return Lanes(**lanes)
+    return Lanes(**lanes, fate=fate)

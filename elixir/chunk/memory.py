@@ -9,9 +9,8 @@ before it, whether or not they have failed. Memory that is changed in place is r
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -22,63 +21,54 @@ from elixir.plan.chunk_plan import MemoryHome
 class Ticket(Protocol):
     """A handle of work that was submitted."""
 
+    error: BaseException | None
+    """The error of the work, once that is over."""
+
     def wait(self) -> None:
         """Lets compute that is submitted from here on wait for the work. Raises what the work raised."""
 
     def synchronize(self) -> None:
         """Blocks this thread until the work is done. Raises what the work raised."""
 
+    def join(self) -> None:
+        """Blocks this thread until the work is over, whether or not it has failed."""
+
     def done(self) -> bool:
         """Whether the work is done."""
+
+
+class Fate:
+    """The first error of the work of some lanes: it ends the training that needs them."""
+
+    error: BaseException | None = None
+    is_over = False
+    """Whether all work is over and the error is known, so that who waits for a ticket need not learn of it."""
+
+    def meet(self, error: BaseException | None) -> None:
+        """Notes the error of some work, if it has one."""
+        if error is not None:
+            vars(error).setdefault("elixir_raised_at", error.__traceback__)
+        if self.error is None:
+            self.error = error
+
+    def check(self, ticket: Ticket) -> None:
+        """Raises the error of work that is over, if it has failed."""
+        if ticket.error is not None and not self.is_over:
+            raise as_first(ticket.error)
+
+
+def as_first(error: BaseException) -> BaseException:
+    """An error of some work with the traceback with which it left that: all who hand it on would add frames."""
+    return error.with_traceback(vars(error).get("elixir_raised_at"))
 
 
 class _Thread(threading.local):
     is_lane = False
     """Whether this thread is a lane's: what it waits for keeps no compute waiting."""
-    is_quiet = False
-    """Whether it goes on after errors that it meets."""
 
 
 THREAD = _Thread()
-"""How the thread that runs takes errors of work."""
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Reports no error that this thread meets inside."""
-    before, THREAD.is_quiet = THREAD.is_quiet, True
-    try:
-        yield
-    finally:
-        THREAD.is_quiet = before
-
-
-def reported(error: BaseException) -> BaseException:
-    """Marks an error of work as reported, unless a lane meets it; the caller raises it.
-
-    Its traceback is again the one with which it left its work: every lane that hands it on would add frames.
-    """
-    if not (THREAD.is_lane or THREAD.is_quiet):
-        error.elixir_reported = True  # type: ignore[attr-defined]
-    first = vars(error).setdefault("elixir_raised_at", error.__traceback__)
-    return error.with_traceback(first)
-
-
-def is_reported(error: BaseException) -> bool:
-    """Whether the error of some work has been raised by a ticket to another thread than a lane's, which passes it
-    on."""
-    return hasattr(error, "elixir_reported")
-
-
-def failure(ticket: Ticket | None) -> Exception | None:
-    """Waits for the work and returns its error, if there was one, without reporting it."""
-    try:
-        if ticket is not None:
-            with quietly():
-                ticket.synchronize()  # its work still uses buffers that the caller frees, or fills anew
-    except Exception as error:
-        return error
-    return None
+"""The kind of the thread that runs."""
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -170,13 +160,11 @@ class Memory:
         if taking:
             self.writer, self.readers = None, {}
 
-    def failures(self) -> list[Exception]:
-        """Errors of the work, each once, when all of it is over; nothing waits for what has failed any more."""
-        errors = {ticket: error for ticket in self.users if (error := failure(ticket)) is not None}
-        if self.writer in errors:
-            self.writer = None
-        self.readers = {lane: ticket for lane, ticket in self.readers.items() if ticket not in errors}
-        return list(dict.fromkeys(errors.values()))
+    def settle(self) -> None:
+        """Blocks this thread until nothing uses it any more, whether or not the work has failed."""
+        for ticket in self.users:
+            ticket.join()
+        self.writer, self.readers = None, {}
 
 
 def order(reads: Iterable[Memory], writes: Iterable[Memory]) -> tuple[list[Ticket], list[Ticket]]:

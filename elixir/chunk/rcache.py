@@ -279,17 +279,6 @@ class RCache:
                 self._evict(chunk)
             self.begin(announce=False)
 
-    def failures(self) -> list[Exception]:
-        """Errors of transfers into blocks, once all of them are over; their chunks are at home again."""
-        found = []
-        with self._lock:
-            for chunk in list(self._filled.values()):
-                errors = chunk.whole.failures() if chunk.state is ChunkState.FETCHING else []
-                if errors:
-                    found += errors
-                    self._evict(chunk)
-        return found
-
     def _advance(self, used: Sequence[int]) -> None:
         """Walks the order up to the entry that uses `used`, loading each window on the way."""
         wanted = frozenset(used)
@@ -425,8 +414,7 @@ class RCache:
 
     def _evict(self, chunk: Chunk) -> None:
         if chunk.state is ChunkState.FETCHING:
-            # Its transfer must not arrive in a block that has another owner. If it failed, none arrives.
-            chunk.whole.failures()
+            chunk.whole.settle()  # its transfer must not arrive in a block that has another owner
         chunk.to(ChunkState.HOME)
         del self._filled[chunk.index]
         if chunk.index in self._view.residents:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffers
 from elixir.chunk.lanes import Lane, Work
-from elixir.chunk.memory import Memory, Ticket, failure
+from elixir.chunk.memory import Memory, Ticket
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile
@@ -57,20 +57,15 @@ class StoredStates(StoredTensors):
     def step(self, buffer: Memory, read: Ticket, work: Work) -> None:
         """Runs `work` while the tensors are views of a buffer into which they were `read`; `store` or `put_away` comes
         next. If the reading has failed, it does nothing, and `StateWindow.lost` reports the error."""
-        if failure(read) is None:
+        if read.error is None:
             self.brought(buffer)
             work()
 
     @staticmethod
     def if_read(read: Ticket, work: Work) -> None:
         """Runs `work` unless the reading has failed."""
-        if failure(read) is None:
+        if read.error is None:
             work()
-
-    def forget_failure(self) -> None:
-        """Forgets why the last step was not written, which is reported elsewhere; a read of the extent gives the step
-        before."""
-        self.on_disk.failures()
 
     @contextlib.contextmanager
     def in_memory(self, write: bool = False) -> Iterator[None]:
@@ -123,7 +118,7 @@ class StateWindow:
 
     def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[], ExtentFile]) -> None:
         self._lane, self._buffers = lane, buffers
-        self.file = TensorFile(open_file, self._count)
+        self.file = TensorFile(open_file, self._count, lane.fate.meet)
         self._arena: Arena | None = None
         self._extents_bytes = 0
         self._waiting: deque[tuple[StoredStates, Memory, Ticket]] = deque()
@@ -170,7 +165,7 @@ class StateWindow:
         nbytes = states.due_bytes = states.used_bytes
 
         def write() -> None:
-            error = self.lost or failure(stepped)
+            error = self.lost or stepped.error
             if error is not None:
                 states.put_away()
                 raise error  # a save that waits for these states must not take those of the step before for them
@@ -183,8 +178,7 @@ class StateWindow:
     def settle(self) -> None:
         """Waits until all states are back on the disk, or cannot be: see `lost`."""
         self.flush()
-        # Buffers and extents may be read or written by anybody after this.
-        failure(self._lane.submit(lambda: None))
+        self._lane.drain()  # buffers and extents may be read or written by anybody after this
 
     def take_moved(self) -> tuple[int, int]:
         """(read, written) bytes of steps since this was last asked."""
@@ -201,7 +195,8 @@ class StateWindow:
         self._let_go()
         self.flush()
         buffer = self._buffers.take(WINDOW, states.nbytes)
-        self._read(states, buffer, states.used_bytes).synchronize()  # the caller reads the buffer next
+        buffer.settle()  # a lane may still read what was there
+        self._lane.ask(lambda: states.fill(buffer.tensor))
         states.brought(buffer)
         self._held = (states, buffer)
 
@@ -231,8 +226,7 @@ class StateWindow:
         if not states.take_changed():
             states.brought(None)
             return
-        # The caller may go on only when the states are on the disk, or it knows that they are not.
-        self._lane.submit(lambda: states.store(buffer.tensor), nbytes=states.used_bytes).synchronize()
+        self._lane.ask(lambda: states.store(buffer.tensor))
 
     # --- the file --------------------------------------------------------------------------------------------------
 

@@ -29,10 +29,16 @@ class TensorFile:
     Args:
         open_file: makes the file when the first extent is asked for.
         count: is given the bytes of each new extent, and minus those of each that is given back.
+        failed: is given the first error.
     """
 
-    def __init__(self, open_file: Callable[[], ExtentFile], count: Callable[[int], None] | None = None) -> None:
-        self._open, self._count = open_file, count
+    def __init__(
+        self,
+        open_file: Callable[[], ExtentFile],
+        count: Callable[[int], None] | None = None,
+        failed: Callable[[DiskError], None] | None = None,
+    ) -> None:
+        self._open, self._count, self._tell = open_file, count, failed
         self._file: ExtentFile | None = None
         self.lost: DiskError | None = None
         """The first error of the disk, after which no step is made."""
@@ -77,6 +83,8 @@ class TensorFile:
         if self.lost is None:
             self.lost = found
             logger.error("%s", found)
+            if self._tell is not None:
+                self._tell(found)
         return found
 
     @contextlib.contextmanager

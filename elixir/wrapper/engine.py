@@ -32,7 +32,6 @@ from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send
 from elixir.chunk.group import Group
 from elixir.chunk.host_mover import HostMover
 from elixir.chunk.lanes import Lanes, make_lanes
-from elixir.chunk.memory import failure
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import ElixirError, InputError, InputTypeError
@@ -46,7 +45,7 @@ from elixir.units import LARGEST_BYTES
 from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
-from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors
+from elixir.wrapper.run_errors import RunErrors
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.views_of_engine import AnyStepper, RunningPass
@@ -93,8 +92,8 @@ class Engine:
         """The buffers through which masters and states on a disk pass."""
         # Runs even if `close` is never called: the interpreter must not end with threads inside of torch.
         self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
-        self.errors = RunErrors(self.window, group.size)
-        """Errors that no call has reported yet, and those that stop the run."""
+        self.errors = RunErrors(self.lanes.fate, group.size)
+        """The errors that end the run."""
         self.phase = StepPhase(group.rank)
         self.steppers: list[AnyStepper] = []
         """The optimizers that step this model."""
@@ -329,7 +328,7 @@ class Engine:
     def forward_failed(self) -> None:
         """Notes that it has raised."""
         self.phase.leave_forward()
-        self._failed("a forward")
+        self._failed()
 
     def watch_output(self, output: Any) -> None:
         """Makes backward known at the model's output, before any of the model's nodes run."""
@@ -362,20 +361,18 @@ class Engine:
         if self.phase.in_backward and self._pass is None and not backward_is_running():
             try:
                 self.arrivals.take_waiting()
-                self._failed("a backward")
+                self._failed()
                 if self.group.size == 1:
                     self.gradients.flush()
             finally:
                 self.phase.leave_backward()
 
-    def _failed(self, what: str) -> None:
-        """Releases the pins of a forward or backward that has raised. The next forward, step or `settle` raises errors
-        of lanes."""
+    def _failed(self) -> None:
+        """Releases the pins of a forward or backward that has raised."""
         if self.access is not None:
             self.access.leave_all()
         self.uses.reset()
         self.cache.disturbed()
-        self.errors.record_next_to(what, self._failures())
 
     def _backward_over(self) -> None:
         try:
@@ -438,7 +435,7 @@ class Engine:
     def refuse_unusable(self) -> None:
         """Raises `InputError` after `close`, and if a checkpoint was loaded in part."""
         self.phase.refuse_closed()
-        self.errors.report(Call.USE)
+        self.errors.refuse_changed()
 
     def refuse_step(self) -> None:
         """Refuses a step that cannot be right.
@@ -448,11 +445,8 @@ class Engine:
         """
         self.refuse_unusable()
         self.refuse_in_pass("step()")
-        self.errors.report(Call.STEP)
         self.forget_failed_backward()
-        self.errors.report(Call.GRADIENTS)
-        if any(ticket.done() and failure(ticket) for chunk in self.chunks for ticket in chunk.updates):
-            raise self._failures()[0]
+        self.errors.refuse_failed()
         if self.uses.gathered:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
 
@@ -460,14 +454,14 @@ class Engine:
         """Raises on all ranks if a forward has read old weights, because a rank's disk has failed in the last step."""
         after_step, self._is_after_step = self._is_after_step, False
         if self.group.size == 1:
-            self.errors.report(Call.STEP)
+            self.errors.refuse_failed()
         elif after_step and self.plan.uses_disk:
             self.errors.agree(self.exchange("states on disks", self.errors.of_disk))
 
     def settle_together(self, what: str) -> None:
         """Calls `settle_quietly` once all ranks have called `what`; a rank alone would get answers to other questions.
 
-        Errors of lanes are logged here and raised by the next forward or step.
+        Errors of lanes are raised by the next forward or step.
         """
         self.refuse_unusable()
         self.exchange(what, None)
@@ -477,19 +471,16 @@ class Engine:
         """Waits for all lanes and empties the blocks.
 
         Raises:
-            StepError: an update on a lane has failed; it is raised once.
+            StepError: an update on a lane has failed.
         """
         self.settle_quietly()
-        self.errors.report(Call.RUN)
+        self.errors.refuse_failed()
 
     def settle_quietly(self) -> None:
-        """Like `settle`, but logs errors of lanes instead of raising them."""
+        """Like `settle`, but raises no errors of lanes."""
         self.phase.refuse_closed()
         self.forget_failed_backward()
-        failed = self._failures()  # after this, shards may be written to
-        if failed:
-            self.errors.record(ErrorKind.LANE, failed[0])
-            logger.error("weights are looked at after an error that is not reported yet: %s", failed[0])
+        self._drain()  # after this, shards may be written to
         self.gradients.settle()
         self.cache.invalidate()
         self.emptied = True
@@ -510,12 +501,10 @@ class Engine:
         self.cache.invalidate()
         self.renew_shared()
 
-    def _failures(self) -> list[Exception]:
-        """Waits for all lanes; returns the errors of their work, which later waits no longer raise."""
-        self.window.settle()
-        found = [*self.cache.failures(), *(error for chunk in self.chunks for error in chunk.failures())]
-        found += [*self.gradients.failures(), *self.host_buffers.failures()]
-        return list(dict.fromkeys(found))  # several tickets may share one error
+    def _drain(self) -> None:
+        """Waits until all lanes are done; nobody who waits for work that has failed learns of it any more."""
+        self.window.flush()
+        self.lanes.drain()
 
     def end(self) -> bool:
         """Ends the run; weights can still be read. Returns whether other ranks can still be asked for theirs."""
@@ -525,8 +514,9 @@ class Engine:
         together = not (self.phase.in_backward or self.cache.is_disturbed)
         self.phase.close()
         self.uses.reset()
-        for error in [*self._failures(), *self.errors.end(ErrorKind.LANE)]:
-            logger.error("the model is given back after an error: %s", error)
+        self._drain()
+        if self.lanes.fate.error is not None:
+            logger.error("the model is given back after an error: %s", self.lanes.fate.error)
         return together
 
     def stop(self) -> None:

@@ -12,7 +12,6 @@ from elixir.models.plannable import compiled_over_moving_weights, refuse_compile
 from elixir.step_trace import is_inside
 from elixir.torch_private import backward_is_compiled, compiling
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.run_errors import Call
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def prepare_forward(engine: Engine) -> None:
             "move; run an ElixirModule without capturing it"
         )
     engine.forget_failed_backward()
-    engine.errors.report(Call.RUN)
+    engine.errors.refuse_failed()
     # `OnePass` has asked already, and replaces calls of layers as a compiler does.
     if engine.phase.takes_turns or (engine.access is not None and engine.access.is_entered):
         return

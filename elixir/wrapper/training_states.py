@@ -22,7 +22,6 @@ from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
-from elixir.wrapper.run_errors import Call, ErrorKind, changed_in_part
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import (
@@ -146,7 +145,7 @@ class TrainingStates:
         """Makes the module refuse to run because of `why`, until `show`."""
         self._engine.settle_quietly()
         self._engine.take_back()
-        self._engine.errors.record(ErrorKind.CHANGE, changed_in_part(why))
+        self._engine.errors.changed_in_part(why)
 
     def refuse(self, what: str, *, loading: bool = False) -> None:
         """Refuses `what` if weights and states are not those between two steps.
@@ -161,7 +160,7 @@ class TrainingStates:
         if not loading:
             engine.refuse_unusable()
             if self.optimizers:  # without optimizers only weights are read, which any failure allows
-                engine.errors.report(Call.ONE_STEP)
+                engine.errors.refuse_failed(alone=True)
         engine.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
@@ -291,7 +290,7 @@ class TrainingStates:
                 # This thread or compute reads the resident weights next, and must find those of all ranks.
                 lanes.network.submit(partial(group.gather, whole, mine, "loaded weights")).synchronize()
         self._engine.cache.invalidate()
-        self._engine.errors.end(ErrorKind.CHANGE)
+        self._engine.errors.changed = None
 
     @property
     def pool_bytes(self) -> int:

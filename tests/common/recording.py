@@ -25,7 +25,6 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import ThreadLane, _ThreadTicket
-from elixir.chunk.memory import THREAD
 from elixir.hardware import process_memory
 from elixir.hardware.process_memory import HeapLimit
 from elixir.wrapper.phase import StepPhase
@@ -150,7 +149,7 @@ def recording() -> Iterator[Recorder]:
         return put(self, work, filling, using, nbytes)
 
     def waited(self: _ThreadTicket) -> None:
-        if seen.is_rank and not THREAD.is_quiet:
+        if seen.is_rank:
             seen.note(self._lane, "waits", self._lane._thread.name)
         wait(self)
 

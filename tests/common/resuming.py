@@ -105,7 +105,6 @@ class Run:
 
     def bits(self) -> dict[str, Any]:
         """All that a checkpoint should bring back, of this rank."""
-        self.module.settle()
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         for part in inside.shards(self.optimizer):
             for each in part.states.to_save():

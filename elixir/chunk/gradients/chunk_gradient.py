@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.lanes import Lane
-from elixir.chunk.memory import Memory, quietly
+from elixir.chunk.memory import Memory
 from elixir.chunk.part_norms import PartNorms
 from elixir.errors import StateError
 
@@ -185,8 +184,7 @@ class ChunkGradient:
         kept, self.kept = self.kept, None
         if kept is None:
             return
-        with contextlib.suppress(Exception), quietly():
-            kept.memory.wait()  # a gradient must not be added to memory that compute uses for something else
+        kept.memory.wait()  # a gradient must not be added to memory that compute uses for something else
         kept.memory.free()
 
     def clear(self) -> None:
@@ -235,10 +233,6 @@ class ChunkGradient:
         self.dropped.add(name)  # where other ranks got a gradient of it this one holds a part of that
         if (one_rank and not self.arrived) or all(slot.name in self.dropped for slot in self.chunk.slots):
             self._forget()
-
-    def failures(self) -> list[Exception]:
-        """Errors of the work that the gradient waits for, once it is over; nothing waits for it any more."""
-        return [*self.memory.failures(), *([] if self.kept is None else self.kept.memory.failures())]
 
     def _forget(self) -> None:
         """Forgets the gradient at home. Memory on the device is freed, since it exists only while gradients do."""

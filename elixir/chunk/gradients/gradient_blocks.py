@@ -93,13 +93,6 @@ class GradientBlocks:
         while self._leaving:
             self._reclaim()
 
-    def failures(self) -> list[Exception]:
-        """Errors of the work that reads memory, once it is over; all memory is given back."""
-        errors = [error for leaving in self._leaving for error in leaving.memory.failures()]
-        while self._leaving:
-            self.give_back(self._leaving.popleft().memory)
-        return errors
-
     def _made(self, nbytes: int) -> Memory:
         return self._arena.make(nbytes, torch.uint8, "device", "gradient_blocks")
 

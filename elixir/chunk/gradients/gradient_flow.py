@@ -304,14 +304,6 @@ class GradientFlow:
                     self._give_up(gradient)
             gradient.drop(name, self._lanes.offload, one_rank=self._group.size == 1)
 
-    def failures(self) -> list[Exception]:
-        """Errors of the work that gradients wait for, once it is over; nothing waits for it any more."""
-        with self._lock:
-            found = self._blocks.failures()
-            for gradient in self.by_chunk.values():
-                found += gradient.failures()
-        return found
-
     def _give_up(self, gradient: ChunkGradient) -> None:
         """Closes the open block of a chunk and frees its memory."""
         opened = gradient.close()

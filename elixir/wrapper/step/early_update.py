@@ -9,7 +9,6 @@ chunk again. Both ways give the same bits, so ranks may keep different chunks.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -94,9 +93,7 @@ class EarlyUpdate:
         self._step, self._old, self._new = step, old, new
         # Read now, since the two sets may be swapped before `run` begins.
         self.rounded, self._old_rounded = new.weights, old.weights
-        self._is_discarded = self._is_kept = False
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
+        self._is_discarded = False
 
     def run(self, release: Callable[[], None] | None, forms: deque[str]) -> None:
         """Computes the new states, on the lane of CPU Adam.
@@ -109,25 +106,16 @@ class EarlyUpdate:
             return
         try:
             for ticket in self._filling:
-                ticket.synchronize()  # the work is over; this raises its error, as an ordinary step would
+                if ticket.error is not None:  # all of them are over
+                    raise ticket.error
             if release is not None:
                 release()  # otherwise a running checkpoint would read the new states
             forms.extend(self._step(self._old, self.inputs, self.inputs.factor, self.rounded, self._new))
-        except Exception as error:
-            with self._lock:
-                self._error = error
-                if not self._is_kept:
-                    return  # an ordinary step follows, which raises the same error if it meets it
+        except BaseException:  # they may be what is saved of the weights after this
             self._new.become(self._old)
             if self.rounded is not None and self._old_rounded is not None:
                 self.rounded.copy_(self._old_rounded)
             raise
-
-    def keep(self) -> bool:
-        """Keeps the new states; False if they could not be computed."""
-        with self._lock:
-            self._is_kept = self._error is None
-        return self._is_kept
 
     def discard(self) -> None:
         """Discards the new states; if `run` has not begun, it will do nothing."""

@@ -369,7 +369,7 @@ class Shard:
         early, self._early = self._early, None
         if early is None or self.second is None:
             return None
-        if inputs is None or not early.inputs.equal(inputs) or not early.keep():
+        if inputs is None or not early.inputs.equal(inputs):
             early.discard()
             return None
         old, self.states = self.states, self.second

@@ -17,7 +17,6 @@ from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.run_errors import Call
 from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.early_updates import EarlyUpdates
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
@@ -159,7 +158,7 @@ class Stepper:
         engine.refuse_in_pass("clip_grad_norm_()")
         self.gradients.refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
-        engine.errors.report(Call.GRADIENTS)
+        engine.errors.refuse_failed()
         engine.gradients.send_late()
         for each in (self, *others):
             each.norm.ask(float(max_norm))  # ranks compare its text, which for a tensor would name the device

@@ -86,8 +86,7 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     """Submits an update into the second set of a shard's states; it changes nothing else."""
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
-    # Overlaps with the rest of backward. `run` begins even after work that has failed; it then raises that error, and
-    # nothing is kept.
+    # Overlaps with the rest of backward. `run` begins even after work that has failed, and leaves the old states then.
     written = (chunk.second, chunk.rounded)
     engine.lanes.host_adam.submit(run, reads=early.reads, writes=written, despite_errors=True)
 

@@ -362,22 +362,3 @@ def test_parameters_that_show_gathered_weights_keep_them_when_the_block_goes() -
             chunk.point_into(gathered)
         chunk.to(ChunkState.HOME)
         assert is_absent(chunk.slots[0].parameter) == (gathered is None)
-
-
-def test_resident_weights_whose_update_failed_are_shown_unless_gathered_ones_are() -> None:
-    for gathered in (False, True):
-        chunk, lane = make_chunk(), make_lanes(CPU).host_adam
-        chunk.weights = torch.zeros(384)
-        chunk.attach()
-        elsewhere = torch.ones(384)
-        chunk.point_into(elsewhere)
-        chunk.shown = elsewhere if gathered else None
-        assert chunk.failures() == []
-        assert chunk.slots[0].parameter.data.eq(1).all()
-        lane.submit(lambda: [][0], writes=[chunk.states])
-        assert [type(error) for error in chunk.failures()] == [IndexError]
-        assert chunk.slots[0].parameter.data.eq(float(gathered)).all()
-        lane.submit(lambda: {}[0], writes=[chunk.whole])
-        assert [type(error) for error in chunk.failures()] == [KeyError]
-        assert chunk.whole.users == []
-        lane.close()

@@ -13,7 +13,7 @@ from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks
-from elixir.chunk.lanes import ThreadLane, make_lanes
+from elixir.chunk.lanes import make_lanes
 from elixir.errors import StateError
 from tests.common import inside
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
@@ -122,15 +122,16 @@ def test_a_gradient_larger_than_a_block_waits_for_others_like_it_and_for_no_bloc
     assert waited == ["block", "large"]  # in the order in which they left
 
 
-def test_memory_of_work_that_failed_is_given_back_with_its_error() -> None:
-    chunk, lane = make_chunk(0), ThreadLane("offload")
+def test_memory_of_work_that_failed_is_given_back_once_that_is_known() -> None:
+    chunk, lanes = make_chunk(0), make_lanes(CPU)
     blocks = GradientBlocks(Arena(CPU), 3, chunk.weight_bytes)
     taken = [blocks.open(chunk) for _ in range(3)]
     assert blocks.are_taken
     for opened, work in zip(taken, (lambda: None, lambda: [][0], lambda: None), strict=True):
-        lane.submit(work, reads=[opened.memory])
+        lanes.offload.submit(work, reads=[opened.memory])
         blocks.leave(opened)
-    assert [type(error) for error in blocks.failures()] == [IndexError]
+    lanes.drain()
+    blocks.reclaim_all()
     assert all(blocks.open(chunk).memory is opened.memory for opened in taken)
-    assert (blocks.extra, blocks.failures()) == (0, [])
-    lane.close()
+    assert (blocks.extra, type(lanes.fate.error)) == (0, IndexError)
+    lanes.close()

@@ -73,19 +73,6 @@ def test_kinds_come_and_go_and_follow_another_arena() -> None:
     assert before.peak_bytes["host"] == 128
 
 
-def test_an_error_of_work_on_a_buffer_is_told_once() -> None:
-    buffers, _ = made(SNAPSHOT)
-    lane = ThreadLane("writer")
-
-    def fail() -> None:
-        raise OSError("disk full")
-
-    lane.submit(fail, writes=[buffers.take("snapshot", 1)])
-    assert [str(error) for error in buffers.failures()] == ["disk full"]
-    assert buffers.failures() == []
-    lane.close()
-
-
 def test_gradients_that_a_device_adds_up_have_their_buffers_before_the_first_step() -> None:
     unused = make_plan(4)
     plan = replace(unused, chunks=tuple(replace(chunk, reduce_order=0) for chunk in unused.chunks))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.chunk import lanes as lanes_file
 from elixir.chunk.lanes import Emulation, Lane, StreamLane, ThreadLane, Work, make_lanes
-from elixir.chunk.memory import Memory, Ticket, failure, is_reported
+from elixir.chunk.memory import Memory, Ticket
 from elixir.errors import InputError
 
 
@@ -83,20 +83,32 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
     other.close()
 
 
-def test_an_error_counts_as_reported_once_it_is_raised_to_another_thread_than_a_lane(lane: ThreadLane) -> None:
-    error = RuntimeError("the work failed")
+def test_the_first_error_of_all_lanes_is_kept_and_raised_until_it_is_known() -> None:
+    lanes = make_lanes(torch.device("cpu"))
 
-    def fail() -> None:
-        raise error
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
 
-    other = ThreadLane("other")
-    ticket = other.submit(lambda: None, reads=[filled(lane, fail)])
-    assert failure(ticket) is error
-    assert not is_reported(error)
-    with pytest.raises(RuntimeError, match="the work failed"):
-        ticket.wait()
-    assert is_reported(error)
-    other.close()
+    ticket = lanes.disk.submit(lambda: fail("first"))
+    with pytest.raises(RuntimeError, match="first"):
+        ticket.synchronize()
+    later = lanes.fetch.submit(lambda: fail("second"), reads=[filled(lanes.disk, lambda: None)])
+    lanes.drain()
+    for known in (ticket, later):
+        known.synchronize()  # raises no more
+    assert str(lanes.fate.error) == "first"
+    with pytest.raises(RuntimeError, match="an answer"):
+        lanes.network.ask(lambda: fail("an answer"))
+    lanes.close()
+
+
+def test_a_question_that_fails_is_no_failure_of_the_lane() -> None:
+    lanes = make_lanes(torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        lanes.network.ask(lambda: 1 // 0)
+    lanes.drain()
+    assert lanes.fate.error is None
+    lanes.close()
 
 
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.lanes import ThreadLane
-from elixir.chunk.memory import Memory, failure, order, written
+from elixir.chunk.memory import Memory, order, written
 
 
 @pytest.fixture
@@ -64,8 +64,9 @@ def test_what_reads_fails_with_the_writer_and_what_writes_does_not(
         "writes": lambda: lanes[1].submit(work, writes=[memory]),
         "despite errors": lambda: lanes[1].submit(work, reads=[memory], despite_errors=True),
     }[how]
-    error = failure(use())
-    assert (str(error), ran) == (("disk full", []) if how == "reads" else ("None", [1]))
+    ticket = use()
+    ticket.join()
+    assert (str(ticket.error), ran) == (("disk full", []) if how == "reads" else ("None", [1]))
 
 
 def test_work_that_fails_with_other_work_ends_after_all_that_it_follows(lanes: tuple[ThreadLane, ThreadLane]) -> None:
@@ -76,7 +77,8 @@ def test_work_that_fails_with_other_work_ends_after_all_that_it_follows(lanes: t
     reading = lanes[1].submit(gate.wait, reads=[used])
     failing = third.submit(nothing, reads=[broken], writes=[used])
     threading.Timer(0.05, gate.set).start()
-    assert str(failure(failing)) == "disk full"
+    failing.join()
+    assert str(failing.error) == "disk full"
     assert reading.done()
     third.close()
 
@@ -97,16 +99,17 @@ def test_who_reads_waits_for_the_writer_and_who_takes_for_all(
     gate.set()
 
 
-def test_an_error_is_given_once_and_what_failed_is_waited_for_no_more(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+def test_memory_that_is_settled_has_no_users_whether_or_not_they_have_failed(
+    lanes: tuple[ThreadLane, ThreadLane],
+) -> None:
     memory, gate = Memory(), threading.Event()
     lanes[0].submit(fail, writes=[memory])
     lanes[0].submit(nothing, reads=[memory])  # meets the same error
     early = lanes[1].submit(gate.wait, reads=[memory], despite_errors=True)
-    gate.set()
-    assert [str(error) for error in memory.failures()] == ["disk full"]
+    threading.Timer(0.05, gate.set).start()
+    memory.settle()
     assert early.done()
-    assert memory.users == [early]
-    assert memory.failures() == []
+    assert memory.users == []
 
 
 def test_a_part_has_its_own_writer_and_waits_for_users_of_the_bytes(lanes: tuple[ThreadLane, ThreadLane]) -> None:
@@ -116,8 +119,9 @@ def test_a_part_has_its_own_writer_and_waits_for_users_of_the_bytes(lanes: tuple
     back = lanes[1].submit(nothing, reads=[before])
     assert order([part], []) == ([], []), "nobody has written it"
     assert order([], [part]) == ([], [sent, back]), "which had other bytes, or these"
-    lanes[1].submit(fail, writes=[part])
-    assert [str(error) for error in whole.failures()] == ["disk full"]
+    failing = lanes[1].submit(fail, writes=[part])
+    whole.settle()
+    assert str(failing.error) == "disk full"
 
 
 @pytest.mark.parametrize("count", [lambda memory: memory.free(), lambda memory: memory.count_by(Arena(CPU).count)])

@@ -110,7 +110,6 @@ class Walk:
             cache = self.cache
             state = [
                 error,
-                [str(failed) for failed in cache.failures()],
                 cache.held,
                 cache.is_disturbed,
                 cache.begins_with(frozenset({0})),

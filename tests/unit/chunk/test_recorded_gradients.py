@@ -51,6 +51,14 @@ class Noted:
         self._note("has")
         self._ticket.synchronize()
 
+    def join(self) -> None:
+        self._note("has")
+        self._ticket.join()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ticket.error
+
     def done(self) -> bool:
         return self._ticket.done()
 
@@ -148,7 +156,7 @@ class Flow(Training):
                 found[-1] += [f"{norm:.3g}" for norm in (mine.norms.values.tolist() if mine.norms is not None else ())]
         found += [self.arena.parts("device"), self.arena.parts("host"), dict(self.arena.peak_bytes)]
         found += [flow.extra_blocks, flow.backward_count, flow.backwards.copy(), sorted(flow.untraced)]
-        return [*found, flow.any_held(), asdict(flow.moved), len(flow.failures() if settled else ())]
+        return [*found, flow.any_held(), asdict(flow.moved)]
 
     def outcomes(self) -> list[Any]:
         found = []

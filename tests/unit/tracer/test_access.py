@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch

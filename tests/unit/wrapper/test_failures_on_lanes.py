@@ -161,14 +161,15 @@ def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytes
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_step_that_failed_is_not_saved(looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with failed_step(monkeypatch) as run:
-        if looks:  # as an evaluation does, which logs the error and leaves it to the next step or save
+        if looks:  # as an evaluation does, which leaves the error to the next step or save
             with run.module.gathered():
                 pass
-        with pytest.raises(CheckpointError, match="once"):
-            save_checkpoint(tmp_path / "run", run.state(), files=UnsyncedFiles(), wait=True)
-        with pytest.raises(StepError, match="once"):
-            run.module.settle()
-        save_checkpoint(tmp_path / "run", run.state(), files=UnsyncedFiles(), wait=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="once"):
+                save_checkpoint(tmp_path / "run", run.state(), files=UnsyncedFiles(), wait=True)
+            with pytest.raises(StepError, match="once"):
+                run.module.settle()
+        save_checkpoint(tmp_path / "weights", {"model": run.module}, files=UnsyncedFiles(), wait=True)
 
 
 @pytest.mark.parametrize("settles", [False, True])
@@ -222,7 +223,7 @@ def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monke
             raise ValueError("bad batch")
 
         hook = run.module.module.register_forward_pre_hook(refuse)
-        with pytest.raises(ValueError, match="bad batch"):
+        with pytest.raises((ValueError, StepError), match="bad batch|once"):  # whichever is first
             run.module(**run.case.inp)
         hook.remove()
         with pytest.raises(StepError, match="once"):
@@ -232,7 +233,7 @@ def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monke
 @LATER
 @pytest.mark.parametrize("tells", ["step", "forward", "settle", "clip", "save"])
 def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_something_else(
-    tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = chain()
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
@@ -247,7 +248,7 @@ def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_someth
         monkeypatch.undo()
         if tells == "save":
             pair.module.zero_grad()
-        with pytest.raises((MemoryError, CheckpointError), match="no memory on the way"):
+        with pytest.raises((StepError, CheckpointError), match="no memory on the way"):
             {
                 "step": pair.optimizer.step,
                 "forward": lambda: pair.module(**it.inp),
@@ -257,16 +258,9 @@ def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_someth
                     tmp_path / "run", {"model": pair.module, "optimizer": pair.optimizer}, files=UnsyncedFiles()
                 ),
             }[tells]()
-        assert "is not reported yet: no memory on the way" in caplog.text
-        if tells == "save":  # as it does after every step that has failed
-            with pytest.raises(MemoryError):
-                pair.module.settle()
-        pair.module.zero_grad()
-        pair.optimizer.zero_grad()
-        pair.train(2)  # raised once, and all goes on
 
 
-def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_lane_that_backward_has_raised_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
     it = chain()
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
         pair.train(1)
@@ -276,4 +270,5 @@ def test_an_error_that_backward_has_raised_is_not_told_again(monkeypatch: pytest
             pair.optimizer.backward(loss)
         monkeypatch.undo()
         pair.optimizer.zero_grad()
-        pair.train(2)
+        with pytest.raises(StepError, match=r"training has ended.*no memory on the way"):
+            pair.module(**it.inp)

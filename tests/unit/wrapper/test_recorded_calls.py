@@ -29,7 +29,6 @@ from torch import nn
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import ElixirError
-from elixir.wrapper.run_errors import ErrorKind, changed_in_part
 from tests.common import inside
 from tests.common.made_up_runs import Program, Run, ids_of, known_memory, loss_of, norm_of
 from tests.common.rank_threads import results
@@ -232,9 +231,9 @@ class CallsAnywhere:
         yield "on another thread"
 
         engine = inside.engine(module)
-        engine.errors.record(ErrorKind.CHANGE, changed_in_part("made by a test"))
+        engine.errors.changed_in_part("made by a test")
         self.tried("after a load in part", more={"step": first.step})
-        engine.errors.end(ErrorKind.CHANGE)
+        engine.errors.changed = None
         yield "after a load in part"
 
     def after_the_end(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 
 from elixir.access.counted_parameter import CountedParameter
 from elixir.chunk.group import Group
-from elixir.errors import DiskError, ElixirError, FileError, InputError, RankError, StepError
+from elixir.chunk.memory import Fate
+from elixir.errors import DiskError, FileError, InputError, RankError, StepError
 from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule
@@ -24,7 +25,7 @@ from elixir.wrapper.calls import Arguments, Calls
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, StepPhase
-from elixir.wrapper.run_errors import Call, ErrorKind, RunErrors, changed_in_part
+from elixir.wrapper.run_errors import RunErrors
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.step.user_optimizer import can_fuse, check_moments
 from elixir.wrapper.weight_uses import WeightUses
@@ -231,68 +232,44 @@ def test_a_stream_that_uses_weights_waits_for_the_one_before(monkeypatch: pytest
 # --- errors of before -----------------------------------------------------------------------------------------------
 
 
-ERRORS: dict[ErrorKind, ElixirError] = {
-    ErrorKind.CHANGE: changed_in_part("a load has ended"),
-    ErrorKind.LANE: StepError("a step failed"),
-    ErrorKind.DISK: RankError("another rank's disk"),
-}
-
-REPORTED: dict[Call, set[ErrorKind]] = {
-    Call.USE: {ErrorKind.CHANGE},
-    Call.RUN: {ErrorKind.LANE, ErrorKind.DISK},
-    Call.GRADIENTS: {ErrorKind.LANE},
-    Call.STEP: {ErrorKind.DISK},
-    Call.ONE_STEP: {ErrorKind.LANE, ErrorKind.DISK},
-}
-
-
-def reported(errors: RunErrors, call: Call) -> Exception | None:
-    try:
-        errors.report(call)
-    except Exception as error:
-        return error
-    return None
-
-
-def with_disk(lost: DiskError | None, rank_count: int) -> RunErrors:
-    window: Any = SimpleNamespace(lost=lost)
-    return RunErrors(cast(Any, window), rank_count)
+def with_error(error: Exception | None, rank_count: int) -> RunErrors:
+    fate = Fate()
+    fate.meet(error)
+    return RunErrors(fate, rank_count)
 
 
 LOST = DiskError(FileError(5, "broken", "/disk", "read"), "chunk 0")
 
 
-@pytest.mark.parametrize("call", Call)
-@pytest.mark.parametrize("kind", ErrorKind)
-def test_a_call_reports_its_kinds_and_ends_only_the_error_of_a_lane(call: Call, kind: ErrorKind) -> None:
-    errors = with_disk(None, rank_count=2)
-    errors.record(kind, ERRORS[kind])
-    expected = ERRORS[kind] if kind in REPORTED[call] else None
-    assert reported(errors, call) is expected
-    ended = expected is not None and kind is ErrorKind.LANE and call is not Call.ONE_STEP
-    assert reported(errors, call) is (None if ended else expected)
-    assert errors.end(kind) == ([] if ended else [ERRORS[kind]])
-    assert reported(errors, call) is None
+@pytest.mark.parametrize("rank_count", [1, 2])
+def test_a_lane_that_has_failed_ends_training_and_a_load_in_part_all_use(rank_count: int) -> None:
+    errors = with_error(ValueError("no memory"), rank_count)
+    for _ in range(2):
+        with pytest.raises(StepError, match=r"training has ended.*no memory.*state_dict\(\)") as raised:
+            errors.refuse_failed()
+        assert isinstance(raised.value.__cause__, ValueError)
+    errors.refuse_changed()
+    errors.changed_in_part("a load has ended")
+    for _ in range(2):
+        with pytest.raises(InputError, match="a load has ended, so weights and states are old in part"):
+            errors.refuse_changed()
+    errors.changed = None
+    errors.refuse_changed()
+    with_error(None, rank_count).refuse_failed(alone=True)
 
 
 def test_a_disk_stops_one_rank_at_once_and_several_once_they_have_agreed() -> None:
-    assert reported(with_disk(LOST, rank_count=1), Call.STEP) is LOST
-    here, there = with_disk(LOST, rank_count=2), with_disk(None, rank_count=2)
-    assert reported(here, Call.STEP) is None
-    assert reported(here, Call.ONE_STEP) is LOST  # a checkpoint reports it to the other ranks
+    with pytest.raises(DiskError):
+        with_error(LOST, rank_count=1).refuse_failed()
+    here, there = with_error(LOST, rank_count=2), with_error(None, rank_count=2)
+    here.refuse_failed()
+    with pytest.raises(DiskError):
+        here.refuse_failed(alone=True)  # a checkpoint tells the other ranks
     reports = [here.of_disk, there.of_disk]
     assert reports == [str(LOST), None]
     with pytest.raises(DiskError):
         here.agree(reports)
     with pytest.raises(RankError, match="chunk 0"):
         there.agree(reports)
-    assert isinstance(reported(there, Call.RUN), RankError)
-
-
-def test_the_first_error_of_a_lane_is_kept_and_the_newest_of_a_change() -> None:
-    errors = with_disk(None, rank_count=1)
-    for kind in (ErrorKind.LANE, ErrorKind.CHANGE):
-        errors.record(kind, ERRORS[kind])
-        errors.record(kind, InputError("a second one"))
-    assert reported(errors, Call.RUN) is ERRORS[ErrorKind.LANE]
-    assert str(reported(errors, Call.USE)) == "a second one"
+    with pytest.raises(RankError, match="chunk 0"):
+        there.refuse_failed()

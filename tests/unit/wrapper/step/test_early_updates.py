@@ -27,7 +27,6 @@ from tests.common.early import (
     attempts,
     backward_watched,
     chain,
-    early_fails,
     needs_kernel,
     updating_early,
 )
@@ -496,17 +495,3 @@ def test_wrapping_begins_the_kernel_and_reports_say_what_stepped(
     early = found[-1][0]
     assert found[1:] == [(early, early)] * 2 != [(0, 0)] * 2
     assert forms == {ONE_PASS}
-
-
-def test_what_cannot_be_made_early_is_made_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = chain()
-    with Pair(it, chain_plan(it), max_norm=1e9) as pair:
-        pair.train(1)
-        pair.module.settle()  # that step's new states may have been kept before they were made
-        early_fails(monkeypatch, MemoryError())
-        pair.backward()
-        settled(pair)
-        pair.step()
-        assert not inside.early_counts(pair.module)[1]
-        monkeypatch.undo()
-        pair.train(2)
