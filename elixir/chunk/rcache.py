@@ -208,7 +208,7 @@ class RCache:
             if not self._together or self._in_backward:
                 return
             self.end_forward()
-            self._announce("backward" if self._gradients.reducing else "backward without reduction")
+            self._announce("backward")
             self._in_backward = True
             if self._position >= self._backward_from:
                 self._jump(self._backward_from - 1)  # another backward over the same forward

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -276,13 +276,6 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             raise InputError("one_pass() runs a model under a plan; call prepare() with it and its optimizer first")
         self.gradient_state.sync_gradients = True  # so that the optimizer steps
         return self.elixir.optimizers[0].accumulate(step_fn, batches)
-
-    @contextlib.contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
-        """Works as in Accelerator, but a wrapped model reduces each micro-batch into shards, since the plan counts no
-        more."""
-        with contextlib.nullcontext() if isinstance(model, ElixirModule) else super().no_sync(model):
-            yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm of all gradients; the next step clips to `max_norm`."""

@@ -362,7 +362,7 @@ class Plan(Artifact):
     def prediction_for(self, micro_batches: int) -> Prediction:
         """The prediction with the loads, hits and bytes of a step of so many micro-batches; memory and times stay."""
         loads = self.schedule().step(self.block_count, micro_batches)
-        backwards = Backwards.counted([True] * micro_batches, self.accumulation)
+        backwards = Backwards.of(micro_batches, self.accumulation)
         ways, swapped = (self.routes(), loads.by_chunk, backwards), self.step.swap_bytes
         moved = step_traffic(*ways, replicas=self.replicas, swap_bytes=swapped)
         return replace(

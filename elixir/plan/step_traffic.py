@@ -3,9 +3,8 @@ with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -33,43 +32,27 @@ class ChunkRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class Backwards:
-    """The backwards of one optimizer step, by what became of their gradients. One rank alone always sends them home."""
+    """The backwards of one optimizer step."""
 
-    sent: int
-    """Number of backwards after which gradients were reduced and sent to the home of the states."""
-    kept: int = 0
-    """Number of backwards in ``no_sync()``, after which every rank added whole gradients to its own."""
-    handed_over: int = 0
-    """How often kept gradients were added to ones that were reduced next, or were reduced before the optimizer's
-    step."""
-    late: bool = False
-    """Whether the last were kept ones, which are reduced before the optimizer's step."""
+    count: int
+    """Number of them, and of micro-batches: after each, gradients are reduced and sent to the home of the states."""
     partial: int = 0
-    """Number of the first backwards that were sent and not summed over the replicas."""
+    """Number of the first ones, whose gradients are not summed over the replicas."""
 
     @classmethod
-    def counted(cls, reducing: Sequence[bool], accumulation: int = 1) -> Backwards:
-        """Counts backwards, given in order whether each reduced its gradients. Replicas sum from backward number
-        `accumulation` on."""
-        kept = reducing.count(False)
-        late = bool(reducing) and not reducing[-1]
-        changes = sum(now and not before for before, now in pairwise(reducing))
-        return cls(len(reducing) - kept, kept, changes + late, late, sum(reducing[: accumulation - 1]))
+    def of(cls, count: int, accumulation: int = 1) -> Backwards:
+        """So many backwards, of a step planned for `accumulation`: replicas sum from that one on."""
+        return cls(count, min(count, accumulation - 1))
 
     @property
     def summed(self) -> int:
         """How often replicas sum gradients that are reduced at that moment."""
-        return self.sent + self.late - self.partial
+        return self.count - self.partial
 
     @property
     def finished(self) -> bool:
         """Whether replicas sum what is at home before the optimizer's step, since no backward did."""
         return bool(self.partial) and not self.summed
-
-    @property
-    def count(self) -> int:
-        """Micro-batches of the step."""
-        return self.sent + self.kept
 
 
 @dataclass(frozen=True)
@@ -124,11 +107,9 @@ def step_traffic(
         if not route.trainable:
             continue
         if route.gradient:
-            sent = backwards.sent + backwards.late  # what is late is what ranks have kept
-            network += sent * from_others
+            network += backwards.count * from_others
             if not route.state_on_device:
-                device_to_host += sent * route.shard_bytes + backwards.kept * route.weight_bytes
-                host_to_device += backwards.handed_over * route.weight_bytes
+                device_to_host += backwards.count * route.shard_bytes
             if replicas > 1:
                 across += (backwards.summed + backwards.finished) * all_reduce_bytes(route.shard_bytes, replicas)
                 if not route.state_on_device:  # what was added up goes along

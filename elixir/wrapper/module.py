@@ -244,7 +244,7 @@ class ElixirModule(nn.Module):
                 raise
             engine.forward_over(of_part=part is not None)
             self._shared_weights.refuse_written()
-            buffers.after_forward(reducing=engine.gradients.reducing)
+            buffers.after_forward()
 
     def _finished(self, output: Any) -> Any:
         tree_map(self._engine.watch_output, output)
@@ -352,20 +352,14 @@ class ElixirModule(nn.Module):
         """
         self._engine.settle()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside of it reduce nothing: each rank adds up its own gradients, until the next backward outside.
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context that changes nothing, for scripts written for DistributedDataParallel: every backward reduces.
 
-        It serves accumulation over micro-batches. It saves network traffic but takes memory that no plan counts: a
-        whole gradient per rank, at the home of the states. All ranks must do the same.
+        Adding up whole gradients on each rank would take memory that no plan counts. `ElixirOptimizer.accumulate`
+        makes micro-batches cheaper.
         """
         self._engine.phase.refuse_closed()
-        gradients = self._engine.gradients
-        before, gradients.reducing = gradients.reducing, False
-        try:
-            yield
-        finally:
-            gradients.reducing = before
+        return contextlib.nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those at the home of the states too.

@@ -76,8 +76,7 @@ class OpenChunk:
 
 @dataclass
 class KeptGradients:
-    """A whole chunk's gradients that this rank has not shared yet, at the home of the states; several ranks inside
-    `no_sync`."""
+    """A whole chunk's gradients that came late, which this rank has not shared yet, at the home of the states."""
 
     memory: Memory
     """Each backward adds to it."""

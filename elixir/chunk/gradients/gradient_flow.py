@@ -12,9 +12,6 @@ of the states. Each rank keeps them there until the next backward that sends the
 before which all ranks learn of them. From then on every backward sends the chunk.
 
 Replicas sum their gradients once per step: in the last backward that it is planned with, or before the optimizer steps.
-
-While `reducing` is off, several ranks each add up whole gradients at the home of the states; they are added to the next
-ones that are reduced, or reduced before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -106,15 +103,12 @@ class GradientFlow:
         self._unsent: list[ChunkGradient] = []  # with several ranks: still to be sent in this backward, in order
         self._unsettled = False  # a backward is over, and late gradients have not been asked for
         self._is_done: Callable[[nn.Parameter], bool] | None = None  # in a pass of several micro-batches
-        self.reducing = True
-        """Off, several ranks keep their gradients to themselves; all must switch alike."""
         self._lock = threading.RLock()
         self._awaited = {chunk.index for chunk in chunks if chunk.plan.reduce_order is not None}
         """Chunks that several ranks send in every backward, on all ranks the same."""
         self.by_chunk = {chunk.index: ChunkGradient(chunk, arena) for chunk in chunks}
-        self.backwards: list[bool] = []
-        """The backwards of this step, in order: whether each sends its gradients home, rather than keep them to each
-        rank."""
+        self.backwards = 0
+        """The backwards of this step so far."""
 
     @property
     def extra_blocks(self) -> int:
@@ -200,7 +194,7 @@ class GradientFlow:
         """Begins the backward part of the order."""
         with self._lock:
             self._backwards += 1
-            self.backwards.append(self.reducing or self._group.size == 1)
+            self.backwards += 1
             self._position = -1
             awaited = [gradient for index, gradient in self.by_chunk.items() if index in self._awaited]
             self._unsent = awaited if self._group.size > 1 else []
@@ -241,7 +235,7 @@ class GradientFlow:
     def forget_counts(self) -> None:
         """Resets the counts, since a step begins or has been reported."""
         self._transport.moved = MovedBytes()
-        self.backwards = []
+        self.backwards = 0
 
     def settle(self) -> None:
         """Blocks until every gradient is at its home; with several ranks, all must call it."""
@@ -254,7 +248,7 @@ class GradientFlow:
         Nobody waits for their arrival: `ChunkGradient.memory` is for those who read them. Compute waits for memory
         beyond the gradient blocks, of which the plan has none for the next forward.
         """
-        if self._unsettled and self.reducing:
+        if self._unsettled:
             self._unsettled = False
             self._send_late()
         with self._lock:
@@ -355,9 +349,6 @@ class GradientFlow:
             late: backward is over, so that no new states are made in there.
         """
         gradient = self.by_chunk[chunk.index]
-        if self._group.size > 1 and not self.reducing:
-            self._keep(gradient)
-            return
         opened = gradient.close() or self._opened(chunk)
         opened.fill_gaps(chunk)
         # What all replicas have summed must not be mixed with what they have not.
@@ -370,7 +361,7 @@ class GradientFlow:
                 gradient.open(opened)  # `clear` gives the block back
             raise
         self._blocks.leave(opened)
-        if self._complete is not None and self.reducing and not late and len(opened.arrived) == len(chunk.slots):
+        if self._complete is not None and not late and len(opened.arrived) == len(chunk.slots):
             self._complete(chunk)
 
     def _keep(self, gradient: ChunkGradient) -> None:

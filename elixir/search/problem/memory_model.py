@@ -265,7 +265,7 @@ class MemoryModel:
             exchanged_bytes=exchanged,
             file_bytes=file_bytes if home is Home.FILES else 0,
         )
-        backwards = Backwards.counted([True] * setting.accumulation, setting.accumulation)
+        backwards = Backwards.of(setting.accumulation, setting.accumulation)
         none, one = (
             list(vars(step_traffic([route], {0: loads}, backwards, replicas=setting.replicas)).values())
             for loads in (0, 1)

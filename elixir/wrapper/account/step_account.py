@@ -77,7 +77,7 @@ class StepAccount:
         engine.emptied = False
         if training:
             # Of several models, or several calls of one, before a backward, the first counts.
-            first = part is None or len(engine.gradients.backwards) == self._trained
+            first = part is None or engine.gradients.backwards == self._trained
             self._trained += first and not engine.joins_pass
             tokens = _tokens(args, kwargs)
             self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
@@ -125,15 +125,15 @@ class StepAccount:
         engine, self._skipped = self._engine, None
         backwards, counts = engine.gradients.backwards, engine.cache.take_counts()
         odd = self._odd
-        if self._in_parts and engine.schedule.min_blocks and counts.begun_anew != max(len(backwards) - 1, 0):
+        if self._in_parts and engine.schedule.min_blocks and counts.begun_anew != max(backwards - 1, 0):
             odd = odd or "its models were called more often than in the traced step, or in another order"
-        if len(backwards) != self._trained or not backwards:
-            odd = f"{self._trained} forwards to train and {len(backwards)} backwards came before step()"
+        if backwards != self._trained or not backwards:
+            odd = f"{self._trained} forwards to train and {backwards} backwards came before step()"
         elif in_part:
             odd = "not all optimizers of this module have stepped"
         untraced = engine.gradients.untraced
         course = Course(
-            Backwards.counted(backwards, engine.plan.passes), self._held, engine.group.rank, skipped, untraced, odd
+            Backwards.of(backwards, engine.plan.passes), self._held, engine.group.rank, skipped, untraced, odd
         )
         if course not in self._known:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)

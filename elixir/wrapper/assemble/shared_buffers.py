@@ -25,8 +25,8 @@ class SharedBuffers:
     """Copies rank 0's buffers to the other ranks.
 
     It follows DistributedDataParallel's rule, for the same numbers: ranks take rank 0's buffers before a forward,
-    unless the last one ran without gradients or inside `no_sync`. They take all buffers, since some writes go
-    unnoticed: batch norm's kernel counts none, nor does code that writes through ``data``.
+    unless the last one ran without gradients. They take all buffers, since some writes go unnoticed: batch norm's
+    kernel counts none, nor does code that writes through ``data``.
 
     Args:
         model: a model whose buffers are now the same on all ranks.
@@ -47,9 +47,9 @@ class SharedBuffers:
             self._lanes.network.submit(lambda: self._take(made)).wait()
             _used_by_compute(made)
 
-    def after_forward(self, *, reducing: bool) -> None:
-        """Notes the end of a forward; `reducing` is off inside of `no_sync`."""
-        self._due = reducing and torch.is_grad_enabled()
+    def after_forward(self) -> None:
+        """Notes the end of a forward."""
+        self._due = torch.is_grad_enabled()
 
     def of_rank_0(self) -> dict[torch.Tensor, torch.Tensor]:
         """Rank 0's values for this rank's buffers, which stay unchanged; empty on rank 0. All ranks must call this."""

@@ -69,11 +69,6 @@ class StepGradients:
                 if slot.parameter in self._user.group_of and (slot.name in self.used or slot.parameter.grad is not None)
             }
 
-    def refuse_unreduced(self, what: str) -> None:
-        """Refuses `what` if gradients are not reduced over the ranks."""
-        if not self._engine.gradients.reducing and self._engine.plan.world_size > 1:
-            raise InputError(f"{what} inside no_sync() would use this rank's gradients alone; call it outside")
-
     def refuse_unseen(self) -> None:
         """Refuses gradients that plain PyTorch would use, and that this optimizer would ignore silently."""
         with DisableTorchFunctionSubclass():

@@ -156,7 +156,6 @@ class Stepper:
         """
         engine = self._engine
         engine.refuse_in_pass("clip_grad_norm_()")
-        self.gradients.refuse_unreduced("clip_grad_norm_()")
         engine.forget_failed_backward()
         engine.errors.refuse_failed()
         engine.gradients.send_late()
@@ -184,7 +183,6 @@ class Stepper:
         engine = self._engine
         engine.refuse_step()
         self.user.refuse_other_parameters()
-        self.gradients.refuse_unreduced("step()")
         self.gradients.refuse_unseen()
         self.early.stepping()
         engine.gradients.send_late()  # each update waits for its own gradients; this thread goes on
