@@ -22,6 +22,13 @@ class AccessListener(Protocol):
     def used(self, parameters: list[nn.Parameter], function: str) -> None:
         """Called before `function` reads `parameters` (each once, in argument order), in forward or recompute."""
 
+    until_read: list[int] = []  # noqa: RUF012 - each that uses it sets its own
+    """Not empty if `read` is to be called when the function of the last `used` has returned or raised."""
+
+    def read(self) -> None:
+        """See `until_read`."""
+        return
+
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         """Called before `function` writes to `parameters`, and before `used`.
 

@@ -27,6 +27,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -465,18 +466,24 @@ def _read(
     if changed:
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         listener.writes(changed, name, of_weights=all(_is_weight(item) for item in tensors))
-    _announce(listener, found, name)
-    outer = innermost_saved_tensors_hooks()
+    outer, hooks = innermost_saved_tensors_hooks(), _NO_HOOKS
     if listener.claims_saved and torch.is_grad_enabled() and listener_of(outer) is not listener:
         # This runs outside of every module: in step_fn, or in a recomputed function. Or it runs inside foreign hooks,
         # which would keep the weight itself.
-        with hooks_over(listener, outer, _track):
+        hooks = hooks_over(listener, outer, _track)
+    _announce(listener, found, name)
+    try:
+        with hooks:
             result = func(*args, **kwargs)
-    else:
-        result = func(*args, **kwargs)
+    finally:
+        if listener.until_read:
+            listener.read()
     if changed:
         listener.wrote(changed)
     return _track(result, listener)
+
+
+_NO_HOOKS: Any = nullcontext()
 
 
 def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) -> None:

@@ -27,12 +27,10 @@ class HostMover:
 
     def __init__(self, lanes: Lanes, buffers: HostBuffers) -> None:
         self._lanes, self.buffers = lanes, buffers
-        self.sent_bytes = self.returned_bytes = 0
-        """Bytes since the last report, to the host and back."""
 
     def send(self, tensor: torch.Tensor) -> SentTensor:
         """Begins to copy a flat tensor to the host. It must not be written to before `SentTensor.arrived`."""
-        self.sent_bytes += tensor.nbytes
+        self._lanes.counts.device_to_host_bytes += tensor.nbytes
         return SentTensor(self, self._lanes, tensor)
 
 
@@ -67,7 +65,7 @@ class SentTensor:
     def _begun(self) -> Memory:
         here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         memory, host = Memory(here), self._buffer.view(self._numel, self._dtype)
-        self._mover.returned_bytes += here.nbytes
+        self._lanes.counts.host_to_device_bytes += here.nbytes
         work = partial(here.copy_, host, non_blocking=True)
         self._lanes.fetch.submit(work, reads=[self._buffer], writes=[memory], nbytes=here.nbytes)
         return memory

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from elixir.chunk.memory import THREAD, Fate, Memory, Ticket, as_first, order
+from elixir.chunk.step_counts import StepCounts
 from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
 
@@ -465,6 +466,14 @@ class Lanes:
 
     fate: Fate
     """The first error of any of them."""
+    counts: StepCounts
+    """The counts of all work on them in this step."""
+
+    def count_anew(self) -> None:
+        """Begins to count anew, and to measure how long compute waits."""
+        self.counts.reset()
+        for lane in self.all():
+            lane.waited_s = 0.0
 
     def drain(self) -> None:
         """Blocks this thread until all work is over. Nobody who waits for work that has failed learns of it any more:
@@ -487,7 +496,7 @@ class Lanes:
             lane.close()
 
 
-_NAMES = tuple(field.name for field in fields(Lanes) if field.name != "fate")
+_NAMES = tuple(field.name for field in fields(Lanes) if field.name not in ("fate", "counts"))
 
 
 def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lanes:
@@ -498,7 +507,8 @@ def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lane
         # that fills the device must not delay their copies. It waits for offloads only if it lacks gradient blocks.
         fetch, network, refresh = (StreamLane(device, -1, fate=fate) for _ in range(3))
         offload, host_adam = StreamLane(device, fate=fate), ThreadLane("host adam", device=device, fate=fate)
-        return Lanes(fetch, network, offload, host_adam, refresh, ThreadLane("disk", device=device, fate=fate), fate)
+        disk_lane = ThreadLane("disk", device=device, fate=fate)
+        return Lanes(fetch, network, offload, host_adam, refresh, disk_lane, fate, StepCounts())
     disk = None if emulation is None else replace(emulation, bytes_per_s=emulation.disk_bytes_per_s)
     how = dict.fromkeys(_NAMES, emulation) | {"disk": disk}
     with contextlib.ExitStack() as started:  # the system may have no more threads
@@ -507,4 +517,4 @@ def make_lanes(device: torch.device, emulation: Emulation | None = None) -> Lane
             lanes[name] = lane = ThreadLane(name.replace("_", " "), each, fate=fate)
             started.callback(lane.close)
         started.pop_all()
-    return Lanes(**lanes, fate=fate)
+    return Lanes(**lanes, fate=fate, counts=StepCounts())

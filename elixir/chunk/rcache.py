@@ -13,11 +13,11 @@ with it gets a `RankError`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -38,26 +38,6 @@ logger = logging.getLogger(__name__)
 
 _LOOKAHEAD = 64
 """Number of further entries of streamed chunks in which a use is looked for before it counts as a deviation."""
-
-
-@dataclass
-class CacheCounts:
-    """Loads, hits and bytes of the cache since a step began."""
-
-    loads: int = 0
-    hits: int = 0
-    """Requirements of the order that were met by what was there: neither loaded for it, nor fetched ahead for it."""
-    demand_loads: int = 0
-    """Loads that nothing had foreseen: the use had to wait for all of the transfer."""
-    deviations: int = 0
-    calls: int = 0
-    """Calls of the model, or of parts, outside of a forward that `begin` has announced."""
-    begun_anew: int = 0
-    """Calls among them with which the order began anew, from its beginning."""
-    host_to_device_bytes: int = 0
-    network_bytes: int = 0
-    file_bytes: int = 0
-    """Read from files in which weights live."""
 
 
 class RCache:
@@ -113,7 +93,7 @@ class RCache:
             if not chunk.plan.resident:
                 chunk.block = pool.block(chunk.plan.numel, chunk.dtype)
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
-        self.counts = CacheCounts()
+        self._counts = lanes.counts
 
     def begin(self, *, announce: bool = True) -> None:
         """Begins a forward: the order is walked from its beginning, with whatever is in the blocks.
@@ -142,7 +122,7 @@ class RCache:
         with self._lock:
             if self._in_forward or self._in_backward or self._call_end is not None or not chunks:
                 return
-            self.counts.calls += 1
+            self._counts.calls += 1
             if self._disturbed:
                 self._disturbed = False
                 self._agree("the first call after an error")
@@ -155,7 +135,7 @@ class RCache:
             start = next((position for position in uses if position > self._position), None)
             if start is None:
                 start, first = uses[0], self.begins_with(chunks)
-                self.counts.begun_anew += first
+                self._counts.begun_anew += first
                 self._begin_at(-1 if first else start - 1)
                 self._walk_to(start)
             elif start > next(position for position in self._streaming if position > self._position):
@@ -237,15 +217,16 @@ class RCache:
         """Chunks that lie in blocks, in order of index."""
         return tuple(sorted(self._filled))
 
-    def take_counts(self) -> CacheCounts:
-        """Counts since they were last taken."""
-        counts, self.counts = self.counts, CacheCounts()
-        return counts
+    def acquire(self, indices: Sequence[int], *, walk: bool = True) -> None:
+        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back.
 
-    def acquire(self, indices: Sequence[int]) -> None:
-        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back."""
+        Args:
+            indices: of the chunks.
+            walk: False for a use outside of a step, which is none of the order's.
+        """
         with self._lock:
-            self._advance(indices)
+            if walk:
+                self._advance(indices)
             self._pin(indices, 1)  # before the next is fetched: no fetch may evict another of the same use
             try:
                 for index in indices:
@@ -253,6 +234,20 @@ class RCache:
             except BaseException:
                 self._pin(indices, -1)  # the caller does not get the pins, so nobody would give them back
                 raise
+
+    @contextlib.contextmanager
+    def memory_of(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The memory in which a chunk's gathered weights lie whenever they are there, to make views of it; marked if it
+        comes and goes. Nothing is in the blocks."""
+        if chunk.block is None:
+            assert chunk.weights is not None
+            yield chunk.weights
+            return
+        self._pool.fill(chunk.block)
+        try:
+            yield chunk.block.marked
+        finally:
+            self._pool.empty(chunk.block)
 
     def _pin(self, indices: Iterable[int], count: int) -> None:
         for index in indices:
@@ -302,7 +297,7 @@ class RCache:
             finally:
                 self._pin(joined, -1)
             return
-        self.counts.deviations += 1
+        self._counts.deviations += 1
         missing = [index for index in used if self._chunks[index].state is ChunkState.HOME]
         if self._together and missing:
             self._agree(f"a use of chunks {missing} that is not in the order after its entry {self._position}")
@@ -345,7 +340,7 @@ class RCache:
                 if index in self._fresh:
                     self._fresh.remove(index)
                 else:
-                    self.counts.hits += 1
+                    self._counts.hits += 1
             if self._in_backward:
                 self._gradients.enter(position)
 
@@ -380,7 +375,7 @@ class RCache:
 
     def _ready(self, chunk: Chunk) -> None:
         if chunk.state is ChunkState.HOME:
-            self.counts.demand_loads += 1
+            self._counts.demand_loads += 1
             self._make_room(optional=False)
             self._load(chunk)
         if chunk.state is ChunkState.FETCHING:
@@ -441,11 +436,11 @@ class RCache:
 
     def _fill(self, chunk: Chunk) -> None:
         whole, (shard, home) = chunk.filled, self._home_of(chunk)
-        self.counts.loads += 1
+        self._counts.loads += 1
         self._fresh.add(chunk.index)
         source = shard
         host_bytes = 0 if chunk.plan.home.weights_on_device else shard.nbytes
-        self.counts.host_to_device_bytes += host_bytes
+        self._counts.host_to_device_bytes += host_bytes
         if host_bytes or self._group.size == 1:
             source = part = whole[chunk.mine]
             # Overlaps with compute on the chunks that are in blocks already. The lane itself waits for compute that was
@@ -456,7 +451,7 @@ class RCache:
         if self._group.size == 1:
             return
         network_bytes = whole.nbytes - shard.nbytes
-        self.counts.network_bytes += network_bytes
+        self._counts.network_bytes += network_bytes
         # Overlaps with compute, too. Other ranks get what this rank's part of the block holds, so the fetch must have
         # filled it.
         gather = partial(self._group.gather, whole, source, f"chunk {chunk.index}")
@@ -469,7 +464,7 @@ class RCache:
         filed = chunk.filed
         buffer = self._buffers.take(FILE_WINDOW, filed.nbytes)
         memory = buffer.view(filed.numel, filed.dtype)
-        self.counts.file_bytes += filed.read_bytes
+        self._counts.disk_read_bytes += filed.read_bytes
         # Overlaps with the copy from the other buffer, and with compute.
         self._lanes.disk.submit(partial(filed.read_into, memory), writes=[buffer], nbytes=filed.read_bytes)
         return memory, buffer

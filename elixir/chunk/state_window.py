@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffers
-from elixir.chunk.lanes import Lane, Work
+from elixir.chunk.lanes import Lanes, Work
 from elixir.chunk.memory import Memory, Ticket
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
@@ -111,14 +111,14 @@ class StateWindow:
     """The buffers, the lane and the file through which states on a disk come and go, of one rank.
 
     Args:
-        lane: of the disk.
+        lanes: the disk's is used.
         buffers: have the kind `WINDOW`.
         open_file: makes the file when the first extent is asked for.
     """
 
-    def __init__(self, lane: Lane, buffers: HostBuffers, open_file: Callable[[], ExtentFile]) -> None:
-        self._lane, self._buffers = lane, buffers
-        self.file = TensorFile(open_file, self._count, lane.fate.meet)
+    def __init__(self, lanes: Lanes, buffers: HostBuffers, open_file: Callable[[], ExtentFile]) -> None:
+        self._lane, self._counts, self._buffers = lanes.disk, lanes.counts, buffers
+        self.file = TensorFile(open_file, self._count, lanes.fate.meet)
         self._arena: Arena | None = None
         self._extents_bytes = 0
         self._waiting: deque[tuple[StoredStates, Memory, Ticket]] = deque()
@@ -126,8 +126,6 @@ class StateWindow:
         self._keeping = False
         self._held: tuple[StoredStates, Memory] | None = None
         """The extent that is at hand, or was at hand last, and its buffer."""
-        self.read_bytes = self.written_bytes = 0
-        """Bytes that steps have moved since `take_moved`."""
 
     @property
     def lost(self) -> DiskError | None:
@@ -144,7 +142,7 @@ class StateWindow:
             self._write_next()
         buffer = self._buffers.take(WINDOW, states.nbytes)
         nbytes = min(states.used_bytes, max(states.kept_bytes, states.due_bytes))
-        self.read_bytes += nbytes
+        self._counts.disk_read_bytes += nbytes
         return buffer, self._read(states, buffer, nbytes)
 
     def _read(self, states: StoredStates, buffer: Memory, nbytes: int) -> Ticket:
@@ -173,18 +171,12 @@ class StateWindow:
 
         # Whether or not the step has filled the buffer, which is free then, or has failed: the states on the disk stay.
         self._lane.submit(write, writes=[buffer, states.on_disk], nbytes=nbytes)
-        self.written_bytes += nbytes
+        self._counts.disk_written_bytes += nbytes
 
     def settle(self) -> None:
         """Waits until all states are back on the disk, or cannot be: see `lost`."""
         self.flush()
         self._lane.drain()  # buffers and extents may be read or written by anybody after this
-
-    def take_moved(self) -> tuple[int, int]:
-        """(read, written) bytes of steps since this was last asked."""
-        moved = self.read_bytes, self.written_bytes
-        self.read_bytes = self.written_bytes = 0
-        return moved
 
     # --- between steps ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Tensors of a model that share memory without being one: ``head.weight.data = embedding.weight.data``, a view of a
 weight that is registered as a buffer, or kept as an attribute.
 
-Plain PyTorch changes both where it changes one. A plan moves every parameter, so tensors in the memory of a weight
-have to be known by name.
+Plain PyTorch changes both where it changes one. A plan moves every parameter and buffer by itself, so only attributes
+can stay views of a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A buffer, an attribute, or a parameter that is not trained, in the memory of a weight that is trained."""
+    """An attribute in the memory of a weight that is trained."""
 
     name: str
     weight: str
@@ -42,8 +42,8 @@ class SharedMemory:
 class _Extent:
     """A tensor with its bytes of a storage, from the first to the last."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.tensor = name, tensor
+    def __init__(self, name: str, tensor: torch.Tensor, registered: bool) -> None:
+        self.name, self.tensor, self.registered = name, tensor, registered
         self.first = int(tensor.storage_offset()) * tensor.itemsize
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.last = self.first + (steps + 1) * tensor.itemsize
@@ -52,20 +52,21 @@ class _Extent:
 
 
 def find_shared_memory(model: nn.Module) -> list[SharedMemory]:
-    """Finds tensors under other names in the memory of trained weights.
+    """Finds attributes in the memory of trained weights.
 
     Args:
         model: real or on meta, before it is wrapped.
 
     Raises:
-        InputError: two weights that are trained share memory, or something shares a part of a weight's and lies in part
-            elsewhere; says both names, and what to do.
+        InputError: a parameter or a buffer shares a trained weight's memory, or an attribute lies in part elsewhere;
+            says both names, and what to do.
     """
     found: list[SharedMemory] = []
     with DisableTorchFunctionSubclass():
         for weight, other in _meeting(model):
             inside = weight.first <= other.first and other.last <= weight.last
-            if other.trained or not (inside and weight.dense and other.tensor.dtype == weight.tensor.dtype):
+            alike = inside and weight.dense and other.tensor.dtype == weight.tensor.dtype
+            if other.registered or not alike:
                 raise _refused(weight, other)
             offset = (other.first - weight.first) // weight.tensor.itemsize
             found.append(SharedMemory(other.name, weight.name, offset, other.tensor.size(), other.tensor.stride()))
@@ -95,14 +96,15 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _meeting(model: nn.Module) -> Iterator[tuple[_Extent, _Extent]]:
     """Pairs that share elements: a trained weight, and the other."""
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
+    by_storage: dict[int, list[tuple[str, torch.Tensor, bool]]] = defaultdict(list)
+    registered = [(*each, True) for each in (*model.named_parameters(), *model.named_buffers())]
+    for name, tensor, known in (*registered, *((*each, False) for each in plain_tensors(model))):
         if tensor.layout == torch.strided and tensor.numel() and (at := storage_of(tensor)):
-            by_storage[at].append((name, tensor))
+            by_storage[at].append((name, tensor, known))
     for found in by_storage.values():
         if len(found) == 1:  # nearly all
             continue
-        tensors = [(name, tensor) for name, tensor in found if not is_absent(tensor)]
+        tensors = [each for each in found if not is_absent(each[1])]
         extents = sorted(itertools.starmap(_Extent, tensors), key=lambda each: (each.first, -each.last))
         for place, one in enumerate(extents):
             for two in itertools.islice(extents, place + 1, None):
@@ -129,6 +131,11 @@ def _share_elements(one: _Extent, two: _Extent) -> bool:
 
 def _refused(weight: _Extent, other: _Extent) -> InputError:
     separate = f"give one of them separate memory with {other.name}.data = {other.name}.data.clone()"
+    if not other.trained and other.registered:
+        return InputError(
+            f"{other.name} lies in the memory of {weight.name}, which is trained, and would not follow it to where a "
+            f"plan puts it; tie the two as one parameter, or {separate}"
+        )
     if not other.trained:
         return InputError(
             f"{other.name} lies in part in the memory of {weight.name}, which is trained, so a step would change it in "

@@ -41,7 +41,7 @@ class Backwards:
 
     @classmethod
     def of(cls, count: int, accumulation: int = 1) -> Backwards:
-        """So many backwards, of a step planned for `accumulation`: replicas sum from that one on."""
+        """A step of so many backwards that was planned for `accumulation` of them: replicas sum from that one on."""
         return cls(count, min(count, accumulation - 1))
 
     @property

@@ -88,7 +88,7 @@ class Engine:
         """All host memory of this rank that no chunk owns. Kinds that are not the plan's survive a change of plan."""
         open_file = partial(ExtentFile, options.disk_folders, files=options.debug.files)
         self.mover = HostMover(self.lanes, self.host_buffers)
-        self.window = StateWindow(self.lanes.disk, self.host_buffers, open_file)
+        self.window = StateWindow(self.lanes, self.host_buffers, open_file)
         """The buffers through which masters and states on a disk pass."""
         # Runs even if `close` is never called: the interpreter must not end with threads inside of torch.
         self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
@@ -101,24 +101,15 @@ class Engine:
         """The loss scale of all optimizers; the last one that is created sets it."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins, or a pass of several micro-batches."""
-        self.renew_shared: Callable[[], None] = lambda: None
-        """Called when weights have changed: updates tensors that share memory with them."""
+        self.read_unannounced: list[Chunk] = []
+        """Resident chunks of whose weights attributes of modules are views: nothing waits for updates at their reads.
+        """
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""
         self.stepped: Callable[[bool], None] = lambda skipped: None
         """Called when an optimizer has stepped, or has skipped its step after an overflow."""
-        self.emptied = False
-        """Whether the blocks have been emptied since the account of the step last looked."""
-        self.refreshed_bytes = 0
-        """Bytes from host to device since the last report, for weights on the device that CPU Adam has updated."""
-        self.turned_bytes = 0
-        """Bytes from host to device, and back, since the last report, for matrices that the device made orthogonal."""
-        self.exchanged_bytes = 0
-        """Bytes received from other ranks since the last report, for matrices that ranks have made orthogonal."""
-        self.regathered_bytes = 0
-        """Bytes over the network since the last report, for resident weights whose shards were updated."""
-        self.early_chunks = self.kept_chunks = 0
-        """In the last step, the chunks that were updated early, and those whose new states were kept."""
+        self.settled = 0
+        """How often the blocks have been emptied outside of a step."""
         self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
         """The forms of CPU Adam's steps since the last report."""
         self._pass: RunningPass | None = None  # that takes several micro-batches through each layer
@@ -483,7 +474,7 @@ class Engine:
         self._drain()  # after this, shards may be written to
         self.gradients.settle()
         self.cache.invalidate()
-        self.emptied = True
+        self.settled += 1
 
     def take_back(self, wanted: Iterable[tuple[Chunk, Sequence[Slot]]] | None = None) -> None:
         """Copies the values of plain parameters whose ``data`` was set back to the memory of the plan."""
@@ -499,7 +490,8 @@ class Engine:
         """Notes a step: blocks hold old weights."""
         self._is_after_step = True
         self.cache.invalidate()
-        self.renew_shared()
+        for chunk in self.read_unannounced:
+            chunk.synchronize_weights()
 
     def _drain(self) -> None:
         """Waits until all lanes are done; nobody who waits for work that has failed learns of it any more."""

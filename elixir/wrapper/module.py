@@ -21,7 +21,6 @@ from elixir.hardware import promises
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
 from elixir.models.quantised import ready_to_move
-from elixir.models.shared_memory import find_shared_memory
 from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
@@ -142,7 +141,7 @@ class ElixirModule(nn.Module):
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
             ranks.divide(made.replicas)
-            self._shared_weights = SharedWeights(module, find_shared_memory(module))
+            self._shared_weights = SharedWeights(module)
             undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
                 if debug.emulation is None:
@@ -227,7 +226,6 @@ class ElixirModule(nn.Module):
         with engine.phase.alone():
             prepare_forward(engine)
             begins = self._account.forward(args, kwargs, part)
-            engine.renew_shared()
             buffers.before_forward()
             engine.forward_begins(of_part=part is not None)
             try:
@@ -243,7 +241,6 @@ class ElixirModule(nn.Module):
                     raise refused from error
                 raise
             engine.forward_over(of_part=part is not None)
-            self._shared_weights.refuse_written()
             buffers.after_forward()
 
     def _finished(self, output: Any) -> Any:

@@ -13,7 +13,7 @@ from elixir.errors import DiskError, InputError, RankError, StepError
 
 
 class RunErrors:
-    """What has gone wrong with one model on one rank.
+    """The errors that one model has met on one rank.
 
     Args:
         fate: of the lanes.

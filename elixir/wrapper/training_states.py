@@ -185,7 +185,6 @@ class TrainingStates:
         self._engine.take_back()
         for stepper in self._steppers.values():
             stepper.follow_writes()
-        self._engine.renew_shared()
 
     def aliases(self) -> dict[str, str]:
         """Other names of tied parameters and buffers -> first name."""

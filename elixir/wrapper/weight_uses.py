@@ -39,6 +39,10 @@ _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ co
 """Functions that write the same on all ranks if they get only weights and constants: clamps, moving averages."""
 
 
+_TAKE_MEMORY = frozenset("data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ set_".split())
+"""Functions that give a caller memory that is no tensor, which shows other weights once these have left."""
+
+
 _FRAMES_TO_APPLY = 8
 """The frames that are searched for `torch.nn.Module._apply`, which reads gradients; the interception takes five."""
 
@@ -183,6 +187,7 @@ class WeightUses(AccessListener):
         """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False
         """Whether parameters have separate memory, into which a state dict is loaded."""
+        self.until_read = []
         self.used_in_pass: Callable[[list[nn.Parameter]], None] = ignored
         """Told of all uses while several micro-batches run in a pass."""
 
@@ -224,6 +229,10 @@ class WeightUses(AccessListener):
             state.scopes[-1].watch(chunks)
         if not streamed:
             return
+        if not state.scopes and not backward_is_running():
+            self._acquire(streamed, walk=False)
+            self.until_read = streamed
+            return
         self._acquire(streamed)
         if not state.scopes:
             self._enter_node(state, id(parameters[0]))
@@ -231,23 +240,30 @@ class WeightUses(AccessListener):
         scope.pins.extend(streamed)
         scope.parameters.update(unit.parameters if unit else map(id, parameters))
 
-    def _acquire(self, streamed: list[int]) -> None:
+    def read(self) -> None:
+        """Unpins what a function has read outside of all modules and nodes."""
+        self._cache.unpin(self.until_read)
+        self.until_read = []
+
+    def _acquire(self, streamed: list[int], *, walk: bool = True) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
         HEAP.trim_if_over()
         with _hidden_from_modes():
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # tensors that it creates could not be written to in training
-                    self._cache.acquire(streamed)
+                    self._cache.acquire(streamed, walk=walk)
             else:
-                self._cache.acquire(streamed)
+                self._cache.acquire(streamed, walk=walk)
 
     def _refuse_unbounded(self, chunk: Chunk, parameter: nn.Parameter, function: str) -> None:
         """Refuses a use of a streamed chunk that nothing bounds, or of which autograd would keep copies."""
-        if not self._state().scopes and not backward_is_running():
+        outside = not self._state().scopes and not backward_is_running()
+        if outside and (function in _TAKE_MEMORY or not chunk.on_one_rank):
+            why = "nothing says how long it is needed" if chunk.on_one_rank else "no rank may gather it alone"
             raise InputError(
-                f"{function} reads {self._places[parameter][1].name} outside of the model's forward, where nothing "
-                "says how long it is needed; do it inside `with model.gathered(parameters)`"
+                f"{function} reads {self._places[parameter][1].name} outside of the model's forward, where {why}; do "
+                "it inside `with model.gathered(parameters)`"
             )
         if chunk.dtype == torch.float32 and torch.is_autocast_enabled(self._device_type):
             raise InputError(
@@ -436,11 +452,6 @@ class WeightUses(AccessListener):
         """Fetches a saved weight for the running node."""
         part: _Saved = handle
         self.order_compute()
-        if torch.is_grad_enabled() and backward_is_running():
-            raise InputError(
-                "create_graph=True over streamed weights would keep views of memory that other weights take next; "
-                "plan with every chunk on the device (placement='cuda')"
-            )
         self._refuse_changed(part)
         if (gathered := self._chunks[part.chunk].shown) is not None:
             return part.of(gathered)
@@ -456,12 +467,17 @@ class WeightUses(AccessListener):
             self._enter_node(state, key)
             if key not in state.at_node.parameters:  # otherwise the node has pinned it
                 self._acquire_for_node(state.at_node, part)
-        return part.of(self._chunks[part.chunk].filled)
+        there = part.of(self._chunks[part.chunk].filled)
+        # A backward that makes a graph of itself (create_graph=True) saves the weight once more, by its mark.
+        return self._marked(part, there) if torch.is_grad_enabled() else there
 
     def again(self, handle: Any) -> torch.Tensor:
         """A saved weight for a function that runs again, where it announces its reads."""
-        part: _Saved = handle
-        there, block = self.unpack(handle), self._chunks[part.chunk].block
+        return self._marked(handle, self.unpack(handle))
+
+    def _marked(self, part: _Saved, there: torch.Tensor) -> torch.Tensor:
+        """A saved weight that is there, marked if its memory comes and goes."""
+        block = self._chunks[part.chunk].block
         if block is None or storage_of(there) != storage_of(block.flat):
             return there
         with unmarked():

@@ -34,6 +34,7 @@ from elixir.chunk.lanes import Lane, Lanes
 from elixir.chunk.memory import Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
+from elixir.chunk.step_counts import StepCounts
 from elixir.hardware.host_share import HostShare
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper import phase as phase_file
@@ -155,6 +156,11 @@ LOADS, OPENS, SENDS = (RCache, "_load"), (GradientFlow, "_opened"), (GradientFlo
 def cache(module: ElixirModule) -> RCache:
     """The rCache."""
     return engine_of(module).cache
+
+
+def counts(module: ElixirModule) -> StepCounts:
+    """The counts of the step."""
+    return engine_of(module).lanes.counts
 
 
 def gradients(module: ElixirModule) -> GradientFlow:

@@ -78,12 +78,7 @@ def refused(rank: int, world_size: int) -> None:
     module = ElixirModule(model, plan, device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.SGD([{"params": [each]} for each in module.parameters()], lr=0.1))
     before = module.state_dict()
-    with module.no_sync():
-        module(torch.ones(2, 24)).backward()
-        with pytest.raises(
-            InputError, match=r"step\(\) inside no_sync\(\) would use this rank's gradients alone; call it"
-        ):
-            optimizer.step()
+    module(torch.ones(2, 24)).backward()
     state = optimizer.state_dict()
     state["param_groups"] = state["param_groups"][: 4 - rank]
     message = "rank 1: " * (rank == 0) + r"the state dict has groups of \[1, 1, 1\] parameters, this optimizer of"

@@ -3,7 +3,6 @@ rank."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -113,17 +112,13 @@ class Run:
         different = [name for name in plain if not torch.equal(mine[name], plain[name])]
         assert not different, different
 
-    def micro(self, *, alone: bool = False, **more: Any) -> None:
+    def micro(self, **more: Any) -> None:
         """Forward and backward of one batch."""
         inp = self.batch(**more)
-        with contextlib.ExitStack() as stack:
-            if alone:
-                for side in self.sides:
-                    stack.enter_context(side.no_sync())  # type: ignore[operator]
-            self.twins.backward(inp)
-            mine, plain = self.twins.losses[-1]
-            assert mine == plain, f"batch {len(self.twins.losses)}: loss {mine}, DDP has {plain}"
-            self.same_buffers()
+        self.twins.backward(inp)
+        mine, plain = self.twins.losses[-1]
+        assert mine == plain, f"batch {len(self.twins.losses)}: loss {mine}, DDP has {plain}"
+        self.same_buffers()
 
     def look(self, *, train: bool = False, inference: bool = False) -> None:
         """A forward without gradients."""
@@ -145,19 +140,6 @@ def plain_steps(run: Run) -> None:
 def accumulate(run: Run) -> None:
     for _ in range(4):
         run.micro()
-
-
-def accumulate_alone(run: Run) -> None:
-    for batch in range(4):
-        run.micro(alone=batch < 3)
-
-
-def mixed_accumulation(run: Run) -> None:
-    run.micro()
-    run.micro(alone=True)
-    run.micro()
-    run.micro(alone=True)
-    run.micro()
 
 
 def evaluate_between(run: Run) -> None:
@@ -195,8 +177,6 @@ def after_an_exception(run: Run) -> None:
 STEPS: tuple[Callable[[Run], None], ...] = (
     plain_steps,
     accumulate,
-    accumulate_alone,
-    mixed_accumulation,
     evaluate_between,
     look_in_training_mode,
     several_calls,

@@ -49,22 +49,17 @@ def _drop(twins: Twins, start: int, by: int = 2) -> None:
             parameter.grad = None
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["averaged", "not yet averaged"])
 @pytest.mark.parametrize("kind", ["host", "mixed", "resident"])
 @on_each_rank(2)
-def test_dropping_single_gradients(rank: int, world_size: int, kind: str, alone: bool) -> None:
+def test_dropping_single_gradients(rank: int, world_size: int, kind: str) -> None:
     """Every other gradient is dropped after the first backward: nothing, one or two more follow."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw)
     for step in range(6):
-        if alone:
-            with twins.module.no_sync(), twins.plain.no_sync():
-                twins.backward()
-        else:
-            twins.backward()
+        twins.backward()
         _drop(twins, step % 2)
         assert inside.holds_gradients(twins.module)
-        for _ in range(max(int(alone), step % 3)):
+        for _ in range(step % 3):
             twins.backward()
         twins.optimizer.step()
         twins.plain_optimizer.step()
@@ -106,17 +101,14 @@ def test_gradients_of_some_weights(rank: int, world_size: int, kind: str, checkp
 @pytest.mark.parametrize(("kind", "wrap"), [("host", {}), ("mixed", {"reduce_always_fp32": True})])
 @on_each_rank(2)
 def test_the_norm_is_summed_on_the_way(rank: int, world_size: int, kind: str, wrap: dict[str, Any]) -> None:
-    """Batches alone, together, and with gradients dropped in between; the norm is asked for each time."""
+    """One batch, several, and with gradients dropped in between; the norm is asked for each time."""
     model = tiny("gpt2", layers=1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=3, optimizer=steady_adamw, wrap=wrap)
     shards = inside.gradients(twins.module).by_chunk
     twins.optimizer.max_norm = 0.3  # the twin is clipped below
-    for alone, together, dropped in ((0, 1, False), (2, 1, False), (0, 2, False), (0, 2, True), (0, 1, True)):
-        for _ in range(alone):
-            with twins.module.no_sync(), twins.plain.no_sync():
-                twins.backward()
-        for batch in range(together):
-            if dropped and batch == together - 1:
+    for batches, dropped in ((1, False), (3, False), (2, False), (2, True), (1, True)):
+        for batch in range(batches):
+            if dropped and batch == batches - 1:
                 _drop(twins, batch)
             twins.backward()
         hosted = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -18,30 +17,23 @@ from tests.common.spawn import on_each_rank, run_ranks
 from tests.common.tiny_models import tiny
 
 COUNTED = ("loads", "host_to_device", "device_to_host", "network")
-ALONE = ((), (0,), (0, 1), (0, 2), (1,))
-"""The micro-batches of each step that run inside no_sync()."""
 
 
-def _steps(twins: Twins, patterns: tuple[tuple[int, ...], ...]) -> None:
-    for pattern in patterns:
-        count = max(pattern, default=1) + 1 if pattern == (1,) else 4
-        for micro_batch in range(count):
-            with contextlib.ExitStack() as stack:
-                if micro_batch in pattern:
-                    stack.enter_context(twins.module.no_sync())
-                    stack.enter_context(twins.plain.no_sync())
-                twins.backward()
+def _steps(twins: Twins, counts: tuple[int, ...]) -> None:
+    """Steps of so many micro-batches."""
+    for count in counts:
+        for _ in range(count):
+            twins.backward()
         twins.step()
         report = report_of(twins.module)
         assert (report.micro_batches, report.deviations) == (count, 0)
         assert inside.gradients(twins.module).extra_blocks == 0
         assert report.not_compared == ""
         for name in COUNTED:
-            assert report.observed[name] == report.predicted[name], f"{name} with {pattern} alone"
-        if not pattern:
-            predicted = twins.plan.prediction_for(count)
-            said = {"loads": predicted.loads, **predicted.moved_bytes}
-            assert {name: report.predicted[name] for name in COUNTED[:3]} == {name: said[name] for name in COUNTED[:3]}
+            assert report.observed[name] == report.predicted[name], f"{name} of {count}"
+        predicted = twins.plan.prediction_for(count)
+        said = {"loads": predicted.loads, **predicted.moved_bytes}
+        assert {name: report.predicted[name] for name in COUNTED[:3]} == {name: said[name] for name in COUNTED[:3]}
 
 
 def _training(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
@@ -49,7 +41,7 @@ def _training(rank: int, world_size: int, kind: str, checkpoint: Any) -> None:
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number % 4 != 1)
     twins = Twins(model, batch_of(model, rank, world_size), kind, split_number=6)
-    _steps(twins, ALONE)
+    _steps(twins, (4, 2, 1))
     if kind != "mixed":  # whose predictions are those of another plan
         assert inside.peak_bytes(twins.module, "device") <= twins.plan.predicted.device_peak_bytes
     twins.close()
@@ -82,7 +74,7 @@ def test_chunks_without_a_gradient_and_shards_of_padding_count_as_they_are(
 ) -> None:
     loss = lambda model, inp: model(**inp).square().mean()  # noqa: E731
     twins = Twins(PartlyUsed(), {"x": torch.ones(2, 64)}, kind, loss=loss, split_number=4, unused=True)
-    _steps(twins, ((), ()))
+    _steps(twins, (4, 4))
     report = report_of(twins.module)
     assert report.observed["host_peak"] <= report.predicted["host_peak"]
     without = [own for own in inside.gradients(twins.module).by_chunk.values() if own.chunk.plan.reduce_order is None]

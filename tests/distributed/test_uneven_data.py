@@ -269,7 +269,7 @@ def _evaluation(rank: int, world_size: int) -> None:
     )
     wrapped = ElixirModule(model, plan)
     assert torch.equal(wrapped.generate(**options), expected)
-    counts = inside.cache(wrapped).counts
+    counts = inside.counts(wrapped)
     assert counts.loads > 0
     assert counts.demand_loads == 0
     wrapped.close()

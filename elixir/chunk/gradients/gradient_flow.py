@@ -28,7 +28,7 @@ from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient, OpenChunk
 from elixir.chunk.gradients.gradient_blocks import GradientBlocks
-from elixir.chunk.gradients.transport import MovedBytes, Transport
+from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lanes
@@ -107,8 +107,6 @@ class GradientFlow:
         self._awaited = {chunk.index for chunk in chunks if chunk.plan.reduce_order is not None}
         """Chunks that several ranks send in every backward, on all ranks the same."""
         self.by_chunk = {chunk.index: ChunkGradient(chunk, arena) for chunk in chunks}
-        self.backwards = 0
-        """The backwards of this step so far."""
 
     @property
     def extra_blocks(self) -> int:
@@ -119,11 +117,6 @@ class GradientFlow:
     def backward_count(self) -> int:
         """Backwards since gradients were last cleared, one that runs now included."""
         return self._backwards
-
-    @property
-    def moved(self) -> MovedBytes:
-        """Bytes moved since `forget_counts`."""
-        return self._transport.moved
 
     def take(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
         """Takes a gradient of one parameter that has arrived; the caller lets go of `gradient`, which nobody else
@@ -194,7 +187,7 @@ class GradientFlow:
         """Begins the backward part of the order."""
         with self._lock:
             self._backwards += 1
-            self.backwards += 1
+            self._lanes.counts.backwards += 1
             self._position = -1
             awaited = [gradient for index, gradient in self.by_chunk.items() if index in self._awaited]
             self._unsent = awaited if self._group.size > 1 else []
@@ -231,11 +224,6 @@ class GradientFlow:
     def is_partial(self, chunk: Chunk) -> bool:
         """Whether a chunk's gradients are to be summed over the replicas yet."""
         return self.by_chunk[chunk.index].is_partial is True
-
-    def forget_counts(self) -> None:
-        """Resets the counts, since a step begins or has been reported."""
-        self._transport.moved = MovedBytes()
-        self.backwards = 0
 
     def settle(self) -> None:
         """Blocks until every gradient is at its home; with several ranks, all must call it."""

@@ -9,7 +9,6 @@ leaves, or, where it is added to earlier backwards, in the pass that adds it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,20 +23,6 @@ from elixir.plan.step_traffic import all_reduce_bytes
 
 Then = Callable[[torch.Tensor, torch.Tensor], object]
 """Work on this rank's reduced part, with the block that it came from."""
-
-
-@dataclass
-class MovedBytes:
-    """Bytes of gradients that were moved since a step began."""
-
-    offloaded: int = 0
-    """Device to host."""
-    returned: int = 0
-    """Host to device: gradients that a rank had kept to itself, added to the next that are reduced."""
-    network: int = 0
-    """Received from other ranks of the replica."""
-    replicas: int = 0
-    """Received from other replicas."""
 
 
 class Transport:
@@ -56,7 +41,7 @@ class Transport:
     ) -> None:
         self._lanes, self._group, self._buffers, self._device = lanes, group, buffers, device
         self._reduce_fp32 = reduce_fp32
-        self.moved = MovedBytes()
+        self._counts = lanes.counts
 
     def send(self, gradient: ChunkGradient, opened: OpenChunk, *, with_norms: bool, over_replicas: bool) -> None:
         """Reduces a chunk's gradients, and lets this rank's shard leave for its home.
@@ -84,7 +69,7 @@ class Transport:
             changed = [opened.memory]
             more_bytes = 0  # that the same lane moves
             if gradient.ends_partial(over_replicas):
-                self.moved.returned += moved_bytes
+                self._counts.host_to_device_bytes += moved_bytes
                 then.append(self._joining(gradient))
                 more_bytes += moved_bytes
                 changed.append(gradient.memory)
@@ -97,7 +82,7 @@ class Transport:
             mine = self._reduce(opened, mine, what, changed, then, more_bytes)
             if self._group.replicas > 1:
                 gradient.is_partial = not over_replicas
-        self.moved.offloaded += moved_bytes
+        self._counts.device_to_host_bytes += moved_bytes
         if adds:
             home = [gradient.memory] if norms is None else [gradient.memory, norms.memory]
             self._add(self._adding(gradient, mine.numel(), norms), opened, mine, home, nbytes=moved_bytes)
@@ -115,7 +100,7 @@ class Transport:
         opened.fill_gaps(gradient.chunk)
         kept, block = gradient.keep(opened, self._device).memory, opened.block
         moved_bytes = block.nbytes if gradient.chunk.plan.update_home == "host" else 0
-        self.moved.offloaded += moved_bytes
+        self._counts.device_to_host_bytes += moved_bytes
         self._add(kept.tensor.add_, opened, block, [kept], nbytes=moved_bytes)
         opened.kept_alive, opened.is_extra = (kept.tensor,), True
 
@@ -127,8 +112,8 @@ class Transport:
         gradient.changes += 1
         dtype = torch.float32 if self._reduce_fp32 else home.dtype
         moved_bytes = home.nbytes if chunk.plan.update_home == "host" else 0
-        self.moved.returned += moved_bytes
-        self.moved.offloaded += moved_bytes
+        self._counts.host_to_device_bytes += moved_bytes
+        self._counts.device_to_host_bytes += moved_bytes
         over_replicas = self._over_replicas(home.nbytes, what)
 
         def add_up() -> None:
@@ -142,7 +127,7 @@ class Transport:
 
     def _over_replicas(self, nbytes: int, what: str) -> Then:
         """Counts and returns the work that sums a shard of so many bytes over the replicas."""
-        self.moved.replicas += all_reduce_bytes(nbytes, self._group.replicas)
+        self._counts.replicas_bytes += all_reduce_bytes(nbytes, self._group.replicas)
         return lambda shard, _: self._group.sum_replicas(shard, what)
 
     def _joining(self, gradient: ChunkGradient) -> Then:
@@ -169,7 +154,7 @@ class Transport:
         gradient.arrived |= kept.arrived
         block, tensor = opened.block, kept.memory.tensor
         moved_bytes = tensor.nbytes if gradient.chunk.plan.update_home == "host" else 0
-        self.moved.returned += moved_bytes
+        self._counts.host_to_device_bytes += moved_bytes
 
         def add() -> None:
             block.add_(tensor.to(block.device))
@@ -209,7 +194,7 @@ class Transport:
                 work(reduced, wide)
 
         sent_bytes = block.nbytes - mine.nbytes
-        self.moved.network += sent_bytes
+        self._counts.network_bytes += sent_bytes
         # Overlaps with backward. What was kept must be in the block before it is averaged.
         self._lanes.network.submit(reduce, reads=changed, writes=changed, nbytes=sent_bytes + more_bytes)
         opened.kept_alive += (reduced,)

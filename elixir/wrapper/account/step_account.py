@@ -50,7 +50,7 @@ class StepAccount:
         self._held = held  # chunks in blocks at the beginning of the step
         self._trained = 0  # passes of this step with gradients; outside of `accumulate` each forward is one
         self._tokens: int | None = 0  # their tokens
-        self._engine.emptied = False  # of the blocks, since its last forward
+        self._settled = self._engine.settled  # how often blocks had been emptied at its last forward
         self._odd = ""  # the reason why no plan predicts its loads
         self._in_parts = False  # whether it consists of calls of several models
 
@@ -72,12 +72,12 @@ class StepAccount:
             self._begin(in_parts=part is not None)
         elif self._clock.running and not training and part is None:
             self._odd = "the model was evaluated between its first forward and step()"
-        elif engine.emptied and engine.schedule.min_blocks:
+        elif engine.settled > self._settled and engine.schedule.min_blocks:
             self._odd = "weights were shown or saved between two micro-batches, which empties the blocks"
-        engine.emptied = False
+        self._settled = engine.settled
         if training:
             # Of several models, or several calls of one, before a backward, the first counts.
-            first = part is None or engine.gradients.backwards == self._trained
+            first = part is None or engine.lanes.counts.backwards == self._trained
             self._trained += first and not engine.joins_pass
             tokens = _tokens(args, kwargs)
             self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
@@ -89,12 +89,8 @@ class StepAccount:
         if in_parts:
             engine.cache.begin(announce=False)
         # Counts since the last step, as from an evaluation, do not belong to this one.
-        engine.cache.take_counts()
-        engine.gradients.forget_counts()
-        engine.window.take_moved()
+        engine.lanes.count_anew()
         engine.lanes.fetch.take_busy_s()  # other lanes may still work for the last step
-        for lane in engine.lanes.all():
-            lane.waited_s = 0.0
         self._clock.start()
         self._start(engine.cache.held)
         self._in_parts = in_parts
@@ -123,7 +119,8 @@ class StepAccount:
 
     def _report(self, skipped: bool, *, in_part: bool = False) -> None:
         engine, self._skipped = self._engine, None
-        backwards, counts = engine.gradients.backwards, engine.cache.take_counts()
+        counts = engine.lanes.counts
+        backwards = counts.backwards
         odd = self._odd
         if self._in_parts and engine.schedule.min_blocks and counts.begun_anew != max(backwards - 1, 0):
             odd = odd or "its models were called more often than in the traced step, or in another order"
@@ -139,7 +136,7 @@ class StepAccount:
             self._known[course] = expected_of(engine.plan, engine.schedule, course)
         before = self.last_report
         report = make_report(
-            engine, self._promise, self._known[course], counts, self._clock.stop(), self._tokens, first=before is None
+            engine, self._promise, self._known[course], self._clock.stop(), self._tokens, first=before is None
         )
         self._early += report.early
         self.last_report = replace(report, early_so_far=self._early)

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from elixir.chunk.rcache import CacheCounts
 from elixir.hardware.profile import preset_names
 from elixir.kernels.adam.eager import IN_PIECES, PLAIN
 from elixir.kernels.adam.step import COMPILED, COPIED, ONE_PASS
@@ -325,7 +324,6 @@ def make_report(
     engine: Engine,
     promise: PlanPromise,
     expected: Expected,
-    counts: CacheCounts,
     span: Span | None,
     tokens: int | None,
     *,
@@ -337,18 +335,17 @@ def make_report(
         engine: the engine that ran the step.
         promise: the memory that the plan may take.
         expected: the prediction for the step.
-        counts: the counts of the cache.
         span: the time span of the step.
         tokens: the tokens of its forwards.
         first: whether it is the first step of this module.
     """
-    plan, arena, lanes, moved = engine.plan, engine.arena, engine.lanes, engine.gradients.moved
+    plan, arena, lanes, counts = engine.plan, engine.arena, engine.lanes, engine.lanes.counts
     predicted, parts = plan.predicted, plan.predicted.device_parts
     ours = ["rcache", "resident_weights", "weight_shards", "optimizer_states", "gradient_blocks", "matrix_room"]
     if plan.world_size > 1:
         ours.append("gradients")
-    read, written = engine.window.take_moved()
-    seen_on_disk = {"disk_read": read + counts.file_bytes, "disk_write": written, "disk_peak": arena.peak_bytes["disk"]}
+    seen_on_disk = {"disk_read": counts.disk_read_bytes, "disk_write": counts.disk_written_bytes}
+    seen_on_disk["disk_peak"] = arena.peak_bytes["disk"]
     on_disk = {"disk_peak": sum(plan.extent_bytes(chunk) for chunk in plan.chunks if chunk.state_home == "disk")}
     has_disk = plan.uses_disk or plan.reads_files
     as_planned = expected.micro_batches == plan.passes
@@ -360,14 +357,10 @@ def make_report(
         observed={
             "loads": counts.loads,
             "hits": counts.hits,
-            "host_to_device": counts.host_to_device_bytes
-            + moved.returned
-            + engine.refreshed_bytes
-            + engine.turned_bytes
-            + engine.mover.returned_bytes,
-            "device_to_host": moved.offloaded + engine.turned_bytes + engine.mover.sent_bytes,
-            "network": counts.network_bytes + moved.network + engine.regathered_bytes + engine.exchanged_bytes,
-            **({"replicas": moved.replicas} if plan.replicas > 1 else {}),
+            "host_to_device": counts.host_to_device_bytes,
+            "device_to_host": counts.device_to_host_bytes,
+            "network": counts.network_bytes,
+            **({"replicas": counts.replicas_bytes} if plan.replicas > 1 else {}),
             **({} if device_peak is None else {"device_peak": device_peak}),
             "device_buffers": arena.peak_bytes["device"],
             "host_peak": arena.peak_bytes["host"],
@@ -387,7 +380,7 @@ def make_report(
         waited_s={name: lane.waited_s for name, lane in lanes.by_name().items()},
         busy_s={name: lane.take_busy_s() for name, lane in lanes.by_name().items()},
         stream_waited_s={name: lane.take_stream_waited_s() for name, lane in lanes.by_name().items()},
-        refreshed_bytes=engine.refreshed_bytes,
+        refreshed_bytes=counts.refreshed_bytes,
         span=span,
         predicted_step_s=predicted.step_s if as_planned else None,
         slowest_s=predicted.range_s[1] if as_planned and predicted.range_s is not None else None,
@@ -396,8 +389,8 @@ def make_report(
         micro_batches=expected.micro_batches,
         early=EarlyCounts(
             _planned_early(plan, engine.group.rank) if expected.micro_batches and len(engine.steppers) == 1 else 0,
-            engine.early_chunks,
-            engine.kept_chunks,
+            counts.early_chunks,
+            counts.kept_chunks,
         ),
         host_forms=dict(Counter(engine.host_forms.popleft() for _ in range(len(engine.host_forms)))),
         not_compared=expected.not_compared,
@@ -406,13 +399,7 @@ def make_report(
         world_size=plan.world_size,
         process_parts=need.parts,
     )
-    engine.early_chunks = engine.kept_chunks = 0
-    engine.gradients.forget_counts()
-    engine.refreshed_bytes = engine.regathered_bytes = 0
-    engine.turned_bytes = engine.exchanged_bytes = 0
-    engine.mover.sent_bytes = engine.mover.returned_bytes = 0
-    for lane in lanes.all():
-        lane.waited_s = 0.0
+    lanes.count_anew()
     return report
 
 

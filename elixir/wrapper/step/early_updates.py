@@ -102,7 +102,8 @@ class EarlyUpdates:
     def stepping(self) -> None:
         """Notes that the optimizer's step begins."""
         self._backwards = self._engine.gradients.backward_count
-        self._engine.early_chunks, self._engine.kept_chunks = len(self._begun), 0
+        counts = self._engine.lanes.counts
+        counts.early_chunks, counts.kept_chunks = len(self._begun), 0
 
     def stepped(self, *, other_factor: bool, scale: float) -> None:
         """Records a step that is over or was skipped.
@@ -111,7 +112,7 @@ class EarlyUpdates:
             other_factor: whether gradients were clipped or have overflowed.
             scale: the loss scale of its gradients.
         """
-        started, kept = self._engine.early_chunks, self._engine.kept_chunks
+        started, kept = self._engine.lanes.counts.early_chunks, self._engine.lanes.counts.kept_chunks
         self.forecast.stepped(other_factor=other_factor, scale=scale, started=started, kept=kept)
         self.discard()
 

@@ -261,7 +261,7 @@ class Stepper:
             if can_share(shard, inputs):
                 together.append((shard, inputs))
                 continue
-            self._engine.kept_chunks += update(self._engine, shard, inputs)
+            self._engine.lanes.counts.kept_chunks += update(self._engine, shard, inputs)
             self._updated(shard, inputs)
             HEAP.trim_if_over()
         update_together(together)
@@ -271,7 +271,7 @@ class Stepper:
     def _updated(self, shard: Shard, inputs: Inputs) -> None:
         if inputs.in_place:
             shard.gradients.forget_norms()
-        self._engine.exchanged_bytes += shard.rule.exchanged_bytes
+        self._engine.lanes.counts.network_bytes += shard.rule.exchanged_bytes
         shard.writes.record_step(inputs.arrived, self.gradients.used)
         publish(self._engine, shard.chunk)
 

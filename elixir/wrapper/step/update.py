@@ -113,7 +113,9 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
         step, begin = (partial(chunk.stored.step, buffer, read, work) for work in (step, begin))
         written.append(buffer)  # in which the step works, once it was read
     if inputs.arrived or shard.rule.turn is not None:
-        engine.turned_bytes += engine.plan.turned_bytes(chunk.plan)
+        turned_bytes = engine.plan.turned_bytes(chunk.plan)
+        lanes.counts.host_to_device_bytes += turned_bytes
+        lanes.counts.device_to_host_bytes += turned_bytes
     if shard.rule.turn is not None:
         # Its gradients must have arrived, as for the step, which comes after what the ranks exchange.
         lanes.host_adam.submit(begin, reads=stepped, writes=written)
@@ -136,7 +138,8 @@ def _return_weights(engine: Engine, chunk: Chunk, write: Work, *sources: Memory)
     """Copies new weights from some memory to the device by `write`, which `Shard.copy_out` returned, while the next
     chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
-    engine.refreshed_bytes += nbytes
+    engine.lanes.counts.host_to_device_bytes += nbytes
+    engine.lanes.counts.refreshed_bytes += nbytes
     return engine.lanes.refresh.submit(write, reads=sources, writes=[chunk.at_home], nbytes=nbytes)
 
 
@@ -183,7 +186,7 @@ def publish(engine: Engine, chunk: Chunk) -> None:
     if group.size > 1:
         mine = whole[chunk.mine]
         what = f"new weights of chunk {chunk.index}"  # ranks compare this text, and so the order of their updates
-        engine.regathered_bytes += whole.nbytes - mine.nbytes
+        engine.lanes.counts.network_bytes += whole.nbytes - mine.nbytes
         # Overlaps with the updates of the next chunks. The other ranks would otherwise get this rank's part as it was
         # before the step.
         gather = partial(group.gather, whole, mine, what)

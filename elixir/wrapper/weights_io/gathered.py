@@ -65,8 +65,6 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         _hide(chunk for chunk, _, _ in opened if chunk.index not in before)
         for parameter, data in moved.items():
             parameter.data = data
-        if write:
-            engine.renew_shared()
 
 
 def _hide(chunks: Iterable[Chunk]) -> None:

@@ -142,7 +142,6 @@ class ModelState:
             return original(*args, **kwargs)
         self._engine.settle_together("state_dict()")
         give_back_freed()  # of the last step
-        self._engine.renew_shared()
         self._uses.saving = True
         try:
             self._shared = self._buffers()

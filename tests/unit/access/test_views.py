@@ -286,13 +286,15 @@ def test_a_view_from_before_a_write_shows_what_was_written(holding: Pair) -> Non
         assert not torch.equal(after, before)
 
 
-def test_outside_of_forward_a_view_is_read_as_little_as_its_weight(holding: Pair) -> None:
+def test_outside_of_forward_a_view_is_read_as_its_weight(holding: Pair) -> None:
     holding.backward()
-    view = layers_of(holding)[1].kept[0]
+    view, plain = layers_of(holding)[1].kept[0], list(holding.plain)[2].kept[0]  # type: ignore[call-overload]
     assert (view.shape, view.stride(), view.requires_grad) == ((WIDTH, WIDTH), (1, WIDTH), True)
-    for read in (torch.sum, lambda view: view.t(), lambda view: view.data_ptr(), pickle.dumps, repr):
-        with pytest.raises(InputError, match="reads 2.weight outside of the model's forward"):
-            read(view)
+    for read in (torch.sum, lambda view: view.t() + 1, lambda view: pickle.loads(pickle.dumps(view.detach()))):
+        assert holding.agree(read(view), read(plain))
+    assert "grad_fn" in repr(view)
+    with pytest.raises(InputError, match="data_ptr reads 2.weight outside of the model's forward"):
+        view.data_ptr()
 
 
 class Returns(nn.Module):

@@ -189,11 +189,14 @@ def test_the_circle_of_walks_is_that_of_walking_each() -> None:
 
 
 def test_what_became_of_the_gradients_of_each_backward() -> None:
-    assert Backwards.counted([True, True]) == Backwards(2)
-    assert Backwards.counted([False, False, True]) == Backwards(1, kept=2, handed_over=1)
-    assert Backwards.counted([False, True, False, True]) == Backwards(2, kept=2, handed_over=2)
-    assert Backwards.counted([True, False]) == Backwards(1, kept=1, handed_over=1, late=True)
-    assert Backwards.counted([]) == Backwards(0)
+    """Replicas sum those from the planned number on, or all before the step."""
+    for count, accumulation, partial, summed, finished in (
+        (0, 1, 0, 0, False), (2, 1, 0, 2, False), (0, 3, 0, 0, False), (1, 3, 1, 0, True), (2, 3, 2, 0, True),
+        (3, 3, 2, 1, False), (5, 3, 2, 3, False),
+    ):  # fmt: skip
+        backwards = Backwards.of(count, accumulation)
+        assert backwards == Backwards(count, partial)
+        assert (backwards.summed, backwards.finished) == (summed, finished)
 
 
 def test_a_ring_receives_all_but_its_own_part_twice() -> None:

@@ -25,7 +25,7 @@ from elixir.chunk.lanes import make_lanes
 from elixir.chunk.memory import Memory
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
-from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
+from tests.unit.chunk.test_chunks import make_chunk, make_flow
 
 CPU = torch.device("cpu")
 SHAPES = ((2, 3), (0,), (5,), (3,))
@@ -368,18 +368,6 @@ def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
     assert not blocks.are_taken
     assert blocks.open(chunk).memory is first.memory
     assert blocks.extra == 0
-
-
-def test_one_rank_sends_gradients_home_though_it_is_told_to_keep_them() -> None:
-    """`no_sync` is for several ranks. A chunk that was sent then counts as complete for nobody."""
-    chunk = make_chunk(0)
-    flow, _ = make_flow([chunk])
-    flow.reducing = False
-    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)])
-    gradient = flow.by_chunk[0]
-    assert gradient.holds
-    assert gradient.kept is None
-    assert flow.backwards == [True]
 
 
 # --- layouts, files and disks ------------------------------------------------------------------------------------------

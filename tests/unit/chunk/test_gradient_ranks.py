@@ -80,11 +80,10 @@ class RankOf(Group):
 
 @dataclass
 class Backward:
-    """One backward: by rank, the gradients in the order of their arrival; all ranks send or keep them alike."""
+    """One backward: by rank, the gradients in the order of their arrival."""
 
     arrivals: list[list[tuple[int, int, float]]]
     """Chunk, slot, value."""
-    reducing: bool
     dropped: tuple[int, int] | None
     """The gradient of a parameter that all ranks forget afterwards."""
 
@@ -128,7 +127,9 @@ def drawn(seed: int) -> Case:
         share = 1.0 if as_traced else draw.choice((1.0, 0.7, 0.3))
         drops = draw.random() < 0.3 and not as_traced
         dropped = (draw.randrange(count), draw.randrange(len(SLOTS))) if drops else None
-        return Backward([arrivals(share) for _ in range(ranks)], draw.random() < 0.7, dropped)
+        came = [arrivals(share) for _ in range(ranks)]
+        draw.random()  # decides nothing; later draws stay the same
+        return Backward(came, dropped)
 
     return Case(
         ranks,
@@ -221,7 +222,6 @@ class Training:
 
     def backward(self, backward: Backward) -> None:
         flow, left = self.flow, list(backward.arrivals[self.rank])
-        flow.reducing = backward.reducing
         flow.begin()
         for position in range(len(self.chunks)):
             flow.leave(position)
@@ -241,10 +241,9 @@ class Training:
             self.backward(backward)
         asked = self.group.issued.count
         before = asked("late gradients")
-        for reducing, times in ((False, 0), (True, 1), (True, 1)):  # ranks that keep gradients ask nobody
-            self.flow.reducing = reducing
+        for _ in range(2):  # ranks ask once
             self.flow.settle()
-            assert asked("late gradients") - before == (times if self.case.ranks > 1 else 0)
+            assert asked("late gradients") - before == (self.case.ranks > 1)
         for chunk, mean in zip(self.chunks, expected(self.case, step), strict=True):
             gradient = self.flow.by_chunk[chunk.index]
             whole = torch.zeros(self.numel)
@@ -264,15 +263,17 @@ class Training:
             assert gradient.opened is None
             assert gradient.kept is None
         if self.case.as_traced:
-            sent = [each.reducing or self.case.ranks == 1 for each in step]
-            self.check_bytes(Backwards.counted(sent, self.case.accumulation))
-            # All gradients of each chunk came in each backward that sends them.
-            assert sorted(self.completed) == sorted(list(range(len(self.chunks))) * sum(each.reducing for each in step))
+            self.check_bytes(Backwards.of(len(step), self.case.accumulation))
+            # All gradients of each chunk came in each backward.
+            assert sorted(self.completed) == sorted(list(range(len(self.chunks))) * len(step))
         self.completed.clear()
-        moved = self.flow.moved
-        assert sum(self.submitted) == moved.offloaded + moved.returned + moved.network + moved.replicas
+        moved = self.lanes.counts
+        assert (
+            sum(self.submitted)
+            == moved.device_to_host_bytes + moved.host_to_device_bytes + moved.network_bytes + moved.replicas_bytes
+        )
         self.submitted.clear()
-        self.flow.forget_counts()
+        self.lanes.counts.reset()
         self.flow.clear()
         assert not self.flow.any_held()
         for home in ("device", "host"):  # what was kept is counted no more
@@ -298,8 +299,8 @@ class Training:
             for _, _, states in self.case.homes
         ]
         expected = step_traffic(routes, {}, backwards, stepped=False, replicas=self.case.replicas)
-        moved = self.flow.moved
-        assert (moved.offloaded, moved.returned, moved.network, moved.replicas) == (
+        moved = self.lanes.counts
+        assert (moved.device_to_host_bytes, moved.host_to_device_bytes, moved.network_bytes, moved.replicas_bytes) == (
             expected.device_to_host_bytes,
             expected.host_to_device_bytes,
             expected.network_bytes,
@@ -334,11 +335,10 @@ def test_ranks_send_a_complete_chunk_while_backward_goes_on() -> None:
 
 
 def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() -> None:
-    """Its copy leaves while backward goes on, rather than when somebody needs the block."""
-    case = Case(2, 1, 1, [HOMES[2]] * 2, [True] * 2, [], False, False, True)
+    """Its copy leaves while backward goes on, rather than when somebody needs the block. No other rank awaits it."""
+    case = Case(2, 1, 1, [HOMES[2]] * 2, [False, True], [], False, False, False)
     training = Training(case, Meeting(2), 0)
     flow, chunk = training.flow, training.chunks[0]
-    flow.reducing = False
     flow.begin()
     for number, slot in enumerate(chunk.slots):
         flow.take(chunk, slot, torch.full(slot.shape, 1.0 + number))
@@ -432,10 +432,9 @@ def test_what_was_dropped_before_gradients_were_forgotten_counts_no_more(before:
 def test_memory_of_gradients_that_still_arrive_is_given_to_nobody(how: str) -> None:
     """A call that forgets a gradient, or puts zeros in its place, waits for the copy under way."""
     ranks = 2 if how == "kept" else 1
-    case = Case(ranks, 1, 1, [HOMES[0 if how == "on the device" else 2]], [True], [], False, False, False)
+    case = Case(ranks, 1, 1, [HOMES[0 if how == "on the device" else 2]], [how != "kept"], [], False, False, False)
     training = Training(case, Meeting(ranks), 0)
     flow, chunk = training.flow, training.chunks[0]
-    flow.reducing = how != "kept"
     gate, ended = threading.Event(), threading.Event()
     training.lanes.offload.submit(gate.wait)
     flow.begin()
@@ -552,7 +551,7 @@ def test_every_replica_ends_with_the_mean(part: int) -> None:
 def test_replicas_end_with_the_mean_also_if_a_step_comes_before_its_last_backward(reduce_fp32: bool) -> None:
     """The sum over replicas is made then, of what is at home, in the dtype of the reduction."""
     arrivals = [[(chunk, slot, 2.0 + rank) for chunk in range(2) for slot in range(3)] for rank in range(4)]
-    step = [Backward(arrivals, True, None)]
+    step = [Backward(arrivals, None)]
     homes, meeting = [HOMES[0], HOMES[2]], Meeting(4)
     case = Case(4, 2, 2, homes, [True, True], [step, step], reduce_fp32, False, False, "bfloat16")
     trainings = [Training(case, meeting, rank) for rank in range(4)]
@@ -575,11 +574,11 @@ def test_ranks_count_backwards_alike_after_an_optimizer_has_cleared_its_gradient
 
     def train(rank: int) -> None:
         flow, chunks = trainings[rank].flow, trainings[rank].chunks
-        trainings[rank].backward(Backward([cleared + left] + [cleared] * 3, True, None))
+        trainings[rank].backward(Backward([cleared + left] + [cleared] * 3, None))
         for slot in chunks[0].slots:
             flow.drop(chunks[0], slot.name)
         flow.dropped()
-        trainings[rank].backward(Backward([left] * 4, True, None))
+        trainings[rank].backward(Backward([left] * 4, None))
         flow.settle()
         assert flow.by_chunk[1].memory.tensor[0] == 12.0 + 12.0 / 4
 

@@ -194,8 +194,8 @@ def test_a_tensor_comes_back_as_it_left_and_its_bytes_are_counted(moving: Moving
         again = sent.tensor()
         assert again is not first
         assert torch.equal(again, VALUES)
-        assert moving.mover.sent_bytes == times * VALUES.nbytes
-        assert moving.mover.returned_bytes == 2 * times * VALUES.nbytes
+        assert moving.lanes.counts.device_to_host_bytes == times * VALUES.nbytes
+        assert moving.lanes.counts.host_to_device_bytes == 2 * times * VALUES.nbytes
         del sent
     assert len(moving.buffers.of(SWAPPED)) == 1, "the next tensor takes the same memory"
 

@@ -153,7 +153,7 @@ def window(draw: random.Random) -> list[Any]:
             seen = [chunk.is_at_hand, masters.isnan().all().item() if what != "step" else None, list(it.submitted)]
             found.append([what, error, *seen, it.arena.parts("host"), it.arena.parts("disk")])
         it.window.settle()
-        found += [it.log, it.window.take_moved(), it.values(), str(it.window.lost), it.arena.peak_bytes]
+        found += [it.log, it.moved(), it.values(), str(it.window.lost), it.arena.peak_bytes]
         adam.close()
         later = Arena(CPU)
         it.window.count_in(later)

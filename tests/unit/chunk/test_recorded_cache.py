@@ -72,7 +72,7 @@ class Walk:
             return
         if draw.random() < 0.5:
             cache.end_forward()  # otherwise backward begins in the middle of it
-        self.rank.flow.reducing = draw.random() < 0.8
+        draw.random()  # decides nothing; later draws are the recorded ones
         for _ in range(draw.choice((0, 1, 1, 2))):
             cache.enter_backward()
             self.walk(self.uses[self.turn :])
@@ -118,7 +118,7 @@ class Walk:
             self.rank.lanes.network.ask(lambda: None)
             self.rank.lanes.fetch.ask(lambda: None)
             seen = [self.rank.group.issued[before:], self.rank.flow.noted[reported:]]
-            found.append([what.__name__, *state, asdict(cache.take_counts()), *seen])
+            found.append([what.__name__, *state, asdict(self.rank.take_counts()), *seen])
         self.leave()
         self.rank.close()
         return found

@@ -105,7 +105,7 @@ class Flow(Training):
     def some_backward(self) -> None:
         """One backward, in which a rank gets other gradients than the next one, or none."""
         draw, flow = self.common, self.flow
-        flow.reducing = draw.random() < 0.75
+        draw.random()  # decides nothing; later draws are the recorded ones
         one_pass, share = draw.random() < 0.25, draw.choice((1.0, 1.0, 0.6, 0.2))
         self.done.clear()
         flow.hold_until(self.done.__contains__ if one_pass else None)
@@ -155,8 +155,8 @@ class Flow(Training):
                 found[-1] += [mine.memory.tensor[held.part].tolist() for held in chunk.held.values()]
                 found[-1] += [f"{norm:.3g}" for norm in (mine.norms.values.tolist() if mine.norms is not None else ())]
         found += [self.arena.parts("device"), self.arena.parts("host"), dict(self.arena.peak_bytes)]
-        found += [flow.extra_blocks, flow.backward_count, flow.backwards.copy(), sorted(flow.untraced)]
-        return [*found, flow.any_held(), asdict(flow.moved)]
+        found += [flow.extra_blocks, flow.backward_count, sorted(flow.untraced)]
+        return [*found, flow.any_held(), asdict(self.lanes.counts)]
 
     def outcomes(self) -> list[Any]:
         found = []
@@ -165,10 +165,9 @@ class Flow(Training):
                 self.some_backward()
                 found.append(self.seen(settled=False))
                 self.changed()
-            self.flow.reducing = True
             self.flow.settle()
             found.append(self.seen(settled=True))
-            self.flow.forget_counts()
+            self.lanes.counts.reset()
             self.flow.clear()
             for _ in range(2):
                 self.changed()

@@ -13,7 +13,7 @@ import torch
 
 from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
-from elixir.chunk.lanes import ThreadLane
+from elixir.chunk.lanes import ThreadLane, make_lanes
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
@@ -28,14 +28,15 @@ class Window:
     """A window of two buffers, and three chunks with masters and one state each, on a real disk."""
 
     def __init__(self, folder: Path, files: Files, states: bool = True, chunks: int = 3) -> None:
-        self.arena, self.lane = Arena(CPU), ThreadLane("disk")
+        self.arena, self.lanes = Arena(CPU), make_lanes(CPU)
+        self.lane = self.lanes.disk
         buffers = HostBuffers(self.arena)
         buffers.add(BufferKind(WINDOW, "state_window", 2 * BLOCK, 2, at_once=False, pin=False, paged=True))
         self.log: list[tuple[str, int]] = []
         """Transfers in order: what, bytes that the lane was given."""
         self.submitted: list[int] = []
         self._submit, self.lane.submit = self.lane.submit, self._noted  # type: ignore[method-assign]
-        self.window = StateWindow(self.lane, buffers, lambda: ExtentFile([str(folder)], files=files))
+        self.window = StateWindow(self.lanes, buffers, lambda: ExtentFile([str(folder)], files=files))
         self.window.count_in(self.arena)
         self.chunks = [StoredStates(self.window, f"chunk {index}", 2 * BLOCK) for index in range(chunks)]
         self.masters, self.states = list[torch.Tensor](), list[torch.Tensor]()
@@ -50,7 +51,7 @@ class Window:
                     tensor.fill_(float(index))
         self.log.clear()
         self.submitted.clear()
-        self.window.take_moved()
+        self.lanes.counts.reset()
 
     def _noted(self, work: Any, **options: Any) -> Any:
         self.submitted.append(options.get("nbytes", 0))
@@ -68,6 +69,10 @@ class Window:
         stepped = adam.submit(lambda: self.chunks[index].step(buffer, read, work), writes=[buffer])
         self.window.end_step(self.chunks[index], buffer, stepped)
 
+    def moved(self) -> tuple[int, int]:
+        """Bytes that steps have read and written."""
+        return self.lanes.counts.disk_read_bytes, self.lanes.counts.disk_written_bytes
+
     def values(self) -> list[float]:
         """The masters, all elements of each the same."""
         found = []
@@ -81,7 +86,7 @@ class Window:
         for chunk in self.chunks:
             chunk.give_back()
         self.window.close()
-        self.lane.close()
+        self.lanes.close()
 
 
 def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) -> None:
@@ -93,8 +98,7 @@ def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) ->
     order = ["fill 0", "fill 1", "store 0", "fill 2", "store 1", "store 2"]
     assert [what for what, _ in it.log] == order
     assert it.submitted == [2 * BLOCK] * 6
-    assert it.window.take_moved() == (6 * BLOCK, 6 * BLOCK)
-    assert it.window.take_moved() == (0, 0)
+    assert it.moved() == (6 * BLOCK, 6 * BLOCK)
     assert it.masters[0].isnan().all(), "nothing is in memory"
     assert it.values() == [10.0, 12.0, 14.0]
     assert it.arena.parts("disk") == {"optimizer_states": 6 * BLOCK}
@@ -124,7 +128,7 @@ def test_states_that_are_still_to_be_written_count_as_read_next(tmp_path: Path) 
         it.step(0, gate.wait, adam)
     gate.set()
     it.window.settle()
-    assert it.window.take_moved() == (3 * BLOCK, 4 * BLOCK)
+    assert it.moved() == (3 * BLOCK, 4 * BLOCK)
     it.close()
     adam.close()
 

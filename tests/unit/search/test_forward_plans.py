@@ -71,7 +71,7 @@ def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:
     plan = optimal_search(model(tie_word_embeddings=tied), 1, **SMALL | options).plan
     wrapped = ElixirModule(model(tie_word_embeddings=tied), plan)
     assert torch.equal(generated(wrapped), generated(model(tie_word_embeddings=tied)))
-    counts = inside.cache(wrapped).counts
+    counts = inside.counts(wrapped)
     assert counts.calls == NEW
     assert counts.loads > 0
     assert counts.demand_loads == 0

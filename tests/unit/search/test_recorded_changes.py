@@ -108,12 +108,11 @@ def said(make: Any, original: Any) -> Any:
 
 
 def bytes_of(plan: Plan) -> dict[str, str]:
-    """The bytes that its steps move, whatever becomes of the gradients of their backwards, and a process's memory."""
-    orders = [order for count in range(5) for order in itertools.product((True, False), repeat=count)]
+    """The bytes that its steps of so many backwards move, and a process's memory."""
     loads = plan.schedule().step(plan.block_count, 2).by_chunk
     moved, backwards = [], []
-    for order, accumulation in itertools.product(orders, (1, 2, 3)):
-        backwards.append(made := Backwards.counted(order, accumulation))
+    for count, accumulation in itertools.product(range(5), (1, 2, 3)):
+        backwards.append(made := Backwards.of(count, accumulation))
         for stepped, replicas, rank in itertools.product((True, False), (1, 3), (0, plan.world_size - 1)):
             options: dict[str, Any] = {"stepped": stepped, "replicas": replicas, "swap_bytes": 7}
             moved.append(step_traffic(plan.routes(rank), loads, made, **options))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -209,24 +211,32 @@ def test_a_rank_may_replace_an_attribute_in_the_memory_of_a_weight() -> None:
     assert results(2, work) == [True, True]
 
 
-def test_a_step_inside_of_no_sync_is_for_one_rank_alone() -> None:
-    def work(rank: int) -> None:
-        run = Rank(Situation(), rank)
-        run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
-        for what, call in (("step", run.optimizer.step), ("clip_grad_norm_", lambda: run.module.clip_grad_norm_(1.0))):
-            with (
-                run.module.no_sync(),
-                pytest.raises(InputError, match=rf"{what}\(\) inside no_sync\(\) would use this rank's"),
-            ):
-                call()
-        run.optimizer.step()
-        run.module.close()
+@pytest.mark.parametrize("homes", HOMES)
+def test_no_sync_is_a_context_that_changes_nothing(homes: str) -> None:
+    """Gradients, their norm, buffers, weights and what is moved are the same bits and bytes as outside of it."""
 
-    results(2, work)
-    run = Rank(Situation(size=1), 0)
-    before = run.weights()
-    with run.module.no_sync():
-        run.optimizer.backward(loss_of(run.module, batch_of(0, 0)))
-        run.optimizer.step()
-    assert not torch.equal(run.weights()["4.bias"], before["4.bias"])
-    run.module.close()
+    def work(rank: int, silent: bool) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int]]:
+        run = Rank(Situation(homes=homes), rank)
+        run.module.module[5].train()  # type: ignore[index]
+        norms = []
+        with run.module.no_sync() if silent else contextlib.nullcontext():
+            for number in range(2):
+                for micro in range(2):
+                    run.optimizer.backward(loss_of(run.module, batch_of(rank, 2 * number + micro)))
+                norms.append(run.module.clip_grad_norm_(1e9).item())
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        report = report_of(run.module)
+        moved = {key: report.observed[key] for key in ("host_to_device", "device_to_host", "network")}
+        assert moved == {key: report.predicted[key] for key in moved}
+        audit(run.module)
+        weights = run.weights()
+        run.module.close()
+        with pytest.raises(InputError, match="closed"):
+            run.module.no_sync()
+        return norms, weights, moved
+
+    inside_of_it, outside = (results(2, functools.partial(work, silent=silent)) for silent in (True, False))
+    for (norms, weights, moved), (their_norms, their_weights, their_moved) in zip(inside_of_it, outside, strict=True):
+        assert (norms, moved) == (their_norms, their_moved)
+        assert all(torch.equal(each, their_weights[name]) for name, each in weights.items())

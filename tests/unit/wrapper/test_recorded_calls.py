@@ -106,7 +106,7 @@ class CallsAnywhere:
             "load inside": lambda: net.head.load_state_dict({"weight": self.weights["head.weight"]}, strict=False),
             "load states": lambda: first.load_state_dict(self.states),
             "save": lambda: save_checkpoint(folder, {"model": module, "first": first}, wait=True),
-            "no_sync": self.silent,
+            "no_sync": module.no_sync,
             "rehome": lambda: module.rehome(self.program.run.other),
             "clear states": first.state.clear,
             "clip all strictly": lambda: module.clip_grad_norm_(1.0, error_if_nonfinite=True),
@@ -126,10 +126,6 @@ class CallsAnywhere:
     def gathered(self, write: bool) -> float:
         with self.module.gathered(self.net.head, write=write):
             return norm_of(self.net.head.weight.detach())
-
-    def silent(self) -> None:
-        with self.module.no_sync():
-            pass
 
     def tried(self, moment: str, but: tuple[str, ...] = (), more: Calls | None = None) -> None:
         """Makes all calls, except some, and others after them; once, whatever the calls come back to."""
@@ -190,11 +186,6 @@ class CallsAnywhere:
             with module.gathered(net.head, write=write):
                 self.tried(moment, more={"step": first.step, "close": module.close})
             yield moment
-
-        with module.no_sync():
-            first.backward(self.loss())
-            self.tried("in no_sync")
-        yield "in no_sync"
 
         fails: Calls = {"forward": lambda: self.loss(fails=True)}
         self.tried("a forward that raises", but=tuple(self.calls()), more=fails)

@@ -36,11 +36,6 @@ def opened() -> Iterator[Pair]:
         yield pair
 
 
-def _no_sync(pair: Pair) -> None:
-    with pair.module.no_sync():
-        pass
-
-
 def _gathered(pair: Pair) -> None:
     with pair.module.gathered():
         pass
@@ -51,7 +46,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "forward": lambda pair: pair.module(**pair.case.inp),
     "step": lambda pair: pair.optimizer.step(),
     "accumulate": lambda pair: pair.optimizer.accumulate(lambda module, _: module(**pair.case.inp), [1]),
-    "no_sync": _no_sync,
+    "no_sync": lambda pair: pair.module.no_sync(),
     "gathered": _gathered,
     "rehome": lambda pair: pair.module.rehome(pair.plan),
     "settle": lambda pair: pair.module.settle(),

@@ -83,17 +83,15 @@ def test_buffers_come_in_one_message_at_multiples_of_16_bytes(rank: int) -> None
         name: value if rank else [0] * len(value) for name, value in values.items()
     }
     assert [now[name] is before[name] for name in values] == [True, True, not rank]
-    shared.after_forward(reducing=False)
+    with torch.no_grad():
+        shared.after_forward()
     shared.before_forward()
-    assert len(group.sent) == 1, "none are due after a forward that reduces nothing"
+    assert len(group.sent) == 1, "none are due after a forward without gradients"
     found = shared.of_rank_0()
     assert lanes.calls == ["wait", "synchronize"]
     assert [each is now[name] for name, each in zip(values, found, strict=False)] == [True] * (3 * rank)
-    with torch.no_grad():
-        shared.after_forward(reducing=True)
-    shared.before_forward()
     assert len(group.sent) == 2
-    shared.after_forward(reducing=True)
+    shared.after_forward()
     shared.before_forward()
     assert len(group.sent) == 3
 

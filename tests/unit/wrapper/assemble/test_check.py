@@ -82,7 +82,8 @@ def step(model: nn.Module, inp: dict[str, Any]) -> None:
 
 def outside(model: nn.Module, inp: dict[str, Any]) -> None:
     loss = model(inp["x"]).square().mean()
-    (loss + model.head.weight.square().sum()).backward()  # type: ignore[operator, union-attr]
+    model.head.weight.data_ptr()  # type: ignore[operator, union-attr]
+    loss.backward()
 
 
 def made(
@@ -223,7 +224,7 @@ def good(model, inp):
     model(inp["x"]).sum().backward()
 
 def bad(model, inp):
-    (model(inp["x"]).sum() + getattr(model, "1").weight.sum()).backward()
+    (model(inp["x"]).sum() + getattr(model, "1").weight.data_ptr()).backward()
 
 def passes(): return made(good)
 def refused(): return made(bad)

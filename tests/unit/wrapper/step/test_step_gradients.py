@@ -33,7 +33,6 @@ class Parts:
             chunks=[chunk],
             is_ordinary=lambda chunk: ordinary,
             gradients=SimpleNamespace(
-                reducing=True,
                 by_chunk={0: SimpleNamespace(arrived={"w0"}), 1: SimpleNamespace(arrived=set())},
                 holds=lambda chunk, name: name in self.held,
                 hold=self.kept.append,
@@ -86,17 +85,6 @@ def test_groups_with_a_gradient_on_any_rank_are_stepped() -> None:
     assert parts.gradients.stepped_groups() == {0}
     parts.set(1, 2)
     assert parts.gradients.stepped_groups() == {0, 1}
-
-
-@pytest.mark.parametrize(("reducing", "ranks", "refused"), [(True, 2, False), (False, 1, False), (False, 2, True)])
-def test_gradients_of_one_rank_alone_are_refused(reducing: bool, ranks: int, refused: bool) -> None:
-    parts = Parts(ranks)
-    parts.engine.gradients.reducing = reducing
-    if not refused:
-        parts.gradients.refuse_unreduced("step()")
-        return
-    with pytest.raises(InputError, match=r"step\(\) inside no_sync\(\) would use this rank's gradients alone"):
-        parts.gradients.refuse_unreduced("step()")
 
 
 @pytest.mark.parametrize(
