@@ -144,8 +144,8 @@ class RankError(ElixirError, RuntimeError):
 
 
 class StepError(ElixirError, RuntimeError):
-    """An optimizer has raised while it stepped weights on a lane; the message names the weights, the cause is what it
-    raised."""
+    """Work on a lane has failed, such as the step of some weights, which the message names; training has ended. The
+    cause is what the work has raised."""
 
 
 class StateError(ElixirError, RuntimeError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+Pins = Sequence[int]
+"""Chunks that are held for one function."""
 
 
 class AccessListener(Protocol):
@@ -19,14 +22,12 @@ class AccessListener(Protocol):
     """Whether it may claim tensors that autograd saves. Otherwise `pack` and `unpack` are never called, and autograd
     saves tensors without a Python call, as in plain PyTorch."""
 
-    def used(self, parameters: list[nn.Parameter], function: str) -> None:
-        """Called before `function` reads `parameters` (each once, in argument order), in forward or recompute."""
+    def used(self, parameters: list[nn.Parameter], function: str) -> Pins:
+        """Called before `function` reads `parameters` (each once, in argument order). Returns what `give_back` gets
+        after it; nothing where a module or a node that runs says how long they are needed."""
 
-    until_read: list[int] = []  # noqa: RUF012 - each that uses it sets its own
-    """Not empty if `read` is to be called when the function of the last `used` has returned or raised."""
-
-    def read(self) -> None:
-        """See `until_read`."""
+    def give_back(self, pins: Pins) -> None:
+        """Called with what `used` has returned, when the function has returned or raised."""
         return
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:

@@ -159,7 +159,9 @@ class OrdinaryWeights:
         use: announces them.
     """
 
-    def __init__(self, members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], None]) -> None:
+    def __init__(
+        self, members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], object]
+    ) -> None:
         self._parameters = [parameter for parameter, _ in members]
         self._classes = [(parameter, kind, type(parameter)) for parameter, kind in members]
         self._use = use
@@ -198,7 +200,7 @@ class CompiledUnit:
         module: nn.Module,
         enter: Callable[[nn.Module, Any], None],
         leave: Callable[[nn.Module, Any, Any], Any],
-        use: Callable[[list[nn.Parameter]], None],
+        use: Callable[[list[nn.Parameter]], object],
     ) -> None:
         self._module = module
         outer = module._compiled_call_impl

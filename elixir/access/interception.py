@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from elixir.access.access_listener import AccessListener
+from elixir.access.access_listener import AccessListener, Pins
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
 from elixir.access.compiled_units import CompiledUnit, OrdinaryWeights, is_compiled
 from elixir.access.counted_parameter import DATA, GRADIENT, plain_copy
@@ -88,6 +88,9 @@ class TrackedParameter(nn.Parameter):
         """Returns an ordinary parameter with the same values, which must be readable."""
         return plain_copy(self, memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_copy(self, {}).__reduce_ex__(protocol)
+
 
 class TrackedView(torch.Tensor):
     """A view of a tracked parameter that tells the listener before a torch function reads it.
@@ -96,7 +99,8 @@ class TrackedView(torch.Tensor):
     which autograd does not notice.
     """
 
-    elixir_listener: AccessListener
+    elixir_listener: AccessListener | None
+    """The tracer; None: who listens to the storage."""
     elixir_parameter: nn.Parameter
 
     @classmethod
@@ -104,6 +108,9 @@ class TrackedView(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _call(func, args, kwargs or {}, types)
+
+    def __copy__(self) -> Any:
+        return self[...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies its values, as of any tensor; refused if it has a graph."""
@@ -423,9 +430,14 @@ def _announced_script(function: torch.jit.ScriptFunction[Any, Any], *args: Any, 
 def _announced_method(method: Any, *args: Any, **kwargs: Any) -> Any:
     """Announces all weights of the module whose method is called, forward or another: modules inside call no hooks."""
     found: list[Any] = [each for each in script_parameters(method.owner) if type(each) in TRACKED_PARAMETERS]
-    if found:
-        found[0].elixir_listener.used(found, "TorchScript")
-    return _call_method(method, *args, **kwargs)
+    if not found:
+        return _call_method(method, *args, **kwargs)
+    listener: AccessListener = found[0].elixir_listener
+    pins = listener.used(found, "TorchScript")
+    try:
+        return _call_method(method, *args, **kwargs)
+    finally:
+        listener.give_back(pins)
 
 
 def _scripts_announce() -> Callable[[], None]:
@@ -461,7 +473,7 @@ def _read(
     written: list[torch.Tensor],
 ) -> Any:
     """Announces what `func` reads and writes, and calls it."""
-    listener = _listener(found[0])
+    listener, *others = dict.fromkeys(map(_listener, found))
     changed = list(dict.fromkeys(_parameter_of(item) for item in written)) if written else []
     if changed:
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
@@ -471,13 +483,17 @@ def _read(
         # This runs outside of every module: in step_fn, or in a recomputed function. Or it runs inside foreign hooks,
         # which would keep the weight itself.
         hooks = hooks_over(listener, outer, _track)
-    _announce(listener, found, name)
+    held: list[tuple[AccessListener, Pins]] = []
     try:
+        for each in (listener, *others):
+            mine = [item for item in found if _listener(item) is each] if others else found
+            held.append((each, _announce(each, mine, name)))
         with hooks:
             result = func(*args, **kwargs)
     finally:
-        if listener.until_read:
-            listener.read()
+        for each, pins in held:
+            if pins:
+                each.give_back(pins)
     if changed:
         listener.wrote(changed)
     return _track(result, listener)
@@ -486,9 +502,10 @@ def _read(
 _NO_HOOKS: Any = nullcontext()
 
 
-def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) -> None:
+def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) -> Pins:
     """Announces the parameters that are read; those of views only if the running module or node has not announced
-    them."""
+    them. Returns what is to be given back after the read."""
+    pins: Pins = ()
     parameters: list[nn.Parameter] = []
     for item in found:
         parameter = _parameter_of(item)
@@ -496,10 +513,15 @@ def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) ->
         if not known and (parameter is item or not listener.holds(parameter)):
             parameters.append(parameter)
     if parameters:
-        listener.used(parameters, name)
-    for item in found:
-        if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
-            listener.used_through(_parameter_of(item))
+        pins = listener.used(parameters, name)
+    try:
+        for item in found:
+            if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
+                listener.used_through(_parameter_of(item))
+    except BaseException:
+        listener.give_back(pins)
+        raise
+    return pins
 
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -539,8 +561,10 @@ def _track(result: Any, listener: AccessListener) -> Any:
         parameter = listener.parameter_of(result)
         if parameter is not None:
             view = cast(TrackedView, result)
+            # Another plan has another listener to the same storage.
+            view.elixir_listener = None if storage_of(result) in _LISTENING else listener
+            view.elixir_parameter = parameter
             view.__class__ = TrackedView
-            view.elixir_listener, view.elixir_parameter = listener, parameter
     elif isinstance(result, (tuple, list)):
         for item in result:
             _track(item, listener)
@@ -569,8 +593,16 @@ def _hear_no_more(storages: Iterable[int]) -> None:
 
 
 def _listener(item: Any) -> AccessListener:
-    found = _LISTENING[storage_of(item)]() if type(item) is torch.Tensor else item.elixir_listener
-    return cast(AccessListener, found)
+    kind = type(item)
+    if kind in TRACKED_PARAMETERS or (kind is TrackedView and item.elixir_listener is not None):
+        return cast(AccessListener, item.elixir_listener)
+    found = _LISTENING.get(storage_of(item))
+    if found is None:
+        raise InputError(
+            f"a view of shape {list(item.shape)} of a weight is read whose model was closed, or which stays on the "
+            "device since rehome(); make it anew"
+        )
+    return cast(AccessListener, found())
 
 
 def _parameter_of(item: Any) -> nn.Parameter:

@@ -93,7 +93,8 @@ def is_absent(item: Any) -> bool:
     if not isinstance(item, torch.Tensor):
         return False
     with DisableTorchFunctionSubclass():  # this is no use of the weight
-        return dispatch_keys(item).has(_KEY) and item.numel() > 0 and item.data_ptr() == 0
+        marked = dispatch_keys(item).has(_KEY) and item.numel() > 0
+        return marked and (item.data_ptr() == 0 or item.untyped_storage().nbytes() == 0)
 
 
 def watch(reached: Callable[..., Any]) -> None:

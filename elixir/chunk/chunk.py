@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,17 @@ class Held:
         return int(self.part.stop - self.part.start)
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute of a module that is a view of a weight."""
+
+    tensor: weakref.ref[torch.Tensor]
+    of: Callable[[torch.Tensor], torch.Tensor]
+    """Gives the view over memory that holds the gathered weights."""
+    home: torch.Tensor
+    """The view over where they are whenever they are there."""
+
+
 def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Gives a parameter on meta a `value`; it keeps its identity, its attributes and whether it is trained."""
     with unmarked():  # `value` may be a placeholder, which nothing reads here
@@ -175,7 +187,8 @@ class Chunk:
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
         self.block: Block | None = None
-        """Holds the gathered weights of a streamed chunk while they are in the cache."""
+        """The storage of a streamed chunk's gathered weights, filled while they are in the cache. A chunk that has
+        become resident keeps it empty, for views that are alive."""
         self.states, self.second = Memory(), Memory()
         """This rank's masters and states, which the optimizer steps, and the second set of them, if there is one."""
         self.at_home = Memory() if self.needs_masters else self.states
@@ -201,6 +214,8 @@ class Chunk:
         """This rank's part of frozen weights that live in files; `shard` is None then."""
         self.stored: StoredStates | None = None
         """Masters and optimizer states on a disk; None where they are in memory."""
+        self.attributes: list[Attribute] = []
+        """The attributes of modules that are views of its weights."""
         self.before_write: Callable[[], None] | None = None
         """Hook that is set while a checkpoint reads this rank's shard, masters and states.
 
@@ -289,6 +304,14 @@ class Chunk:
         with DisableTorchFunctionSubclass(), unmarked():
             for slot in self.slots:
                 slot.parameter.data = slot.part_of(memory)
+
+    def show_attributes(self, memory: torch.Tensor | None) -> None:
+        """Makes attributes views of `memory`, which holds the gathered weights; None: of where these are otherwise."""
+        with DisableTorchFunctionSubclass(), unmarked():
+            for attribute in self.attributes:
+                tensor = attribute.tensor()
+                if tensor is not None:
+                    tensor.data = attribute.home if memory is None else attribute.of(memory)
 
     def hold_placeholders(self) -> None:
         """Takes their memory from the parameters; nobody may read it unannounced from here on."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from elixir.chunk.memory import THREAD, Fate, Memory, Ticket, as_first, order
+from elixir.chunk.memory import THREAD, Fate, Memory, Ticket, order
 from elixir.chunk.step_counts import StepCounts
 from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, without_dispatch_modes
@@ -83,8 +83,7 @@ class Lane(Protocol):
         for earlier in (*filling, *using):
             self._follow(earlier)
         for earlier in filling:
-            if earlier.error is not None:
-                raise as_first(earlier.error)
+            self.fate.check(earlier)
 
     def ask(self, work: Callable[[], _T]) -> _T:
         """The result of `work`, which gives a device nothing to do, run after all earlier work has been submitted.
@@ -149,6 +148,7 @@ class _ThreadTicket:
         self._lane = lane
         self._event = threading.Event()
         self.error: BaseException | None = None
+        self.drained = lane.fate.drained
 
     def finish(self, error: BaseException | None) -> None:
         self.error = error
@@ -275,6 +275,7 @@ class _CudaTicket:
         self._event: torch.cuda.Event | None = None
         """Recorded after the work; None if that could not be issued."""
         self.error: BaseException | None = None
+        self.drained = lane.fate.drained
 
     def issue(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
         self._event, self.error = event, error
@@ -480,7 +481,7 @@ class Lanes:
         `Fate.error` says it."""
         for lane in self.all():
             lane.drain()
-        self.fate.is_over = self.fate.error is not None
+        self.fate.drained += 1
 
     def by_name(self) -> dict[str, Lane]:
         """The lanes by what they are for."""

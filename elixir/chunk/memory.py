@@ -23,6 +23,8 @@ class Ticket(Protocol):
 
     error: BaseException | None
     """The error of the work, once that is over."""
+    drained: int
+    """`Fate.drained` when it was submitted."""
 
     def wait(self) -> None:
         """Lets compute that is submitted from here on wait for the work. Raises what the work raised."""
@@ -41,8 +43,9 @@ class Fate:
     """The first error of the work of some lanes: it ends the training that needs them."""
 
     error: BaseException | None = None
-    is_over = False
-    """Whether all work is over and the error is known, so that who waits for a ticket need not learn of it."""
+    drained = 0
+    """How often all work was over, and its error known. Nobody who waits for work of before learns of its error any
+    more, and what it should have written counts as written: it has the values of before, or some of each."""
 
     def meet(self, error: BaseException | None) -> None:
         """Notes the error of some work, if it has one."""
@@ -52,8 +55,8 @@ class Fate:
             self.error = error
 
     def check(self, ticket: Ticket) -> None:
-        """Raises the error of work that is over, if it has failed."""
-        if ticket.error is not None and not self.is_over:
+        """Raises the error of work that is over, if it has failed and that is not known."""
+        if ticket.error is not None and ticket.drained == self.drained:
             raise as_first(ticket.error)
 
 

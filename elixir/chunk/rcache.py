@@ -90,7 +90,7 @@ class RCache:
         self._disturbed = False
         self._filled: dict[int, Chunk] = {}  # by index, those whose blocks are filled, the first one first
         for chunk in chunks:
-            if not chunk.plan.resident:
+            if not chunk.plan.resident and chunk.block is None:
                 chunk.block = pool.block(chunk.plan.numel, chunk.dtype)
         self._lock = threading.RLock()  # forward and the engine's threads take turns, and reports may come any time
         self._counts = lanes.counts
@@ -217,16 +217,18 @@ class RCache:
         """Chunks that lie in blocks, in order of index."""
         return tuple(sorted(self._filled))
 
-    def acquire(self, indices: Sequence[int], *, walk: bool = True) -> None:
-        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back.
+    def acquire_outside(self, indices: Sequence[int]) -> None:
+        """Like `acquire`, for a use outside of a step, which is none of the order's."""
+        self._acquire(indices)
 
-        Args:
-            indices: of the chunks.
-            walk: False for a use outside of a step, which is none of the order's.
-        """
+    def acquire(self, indices: Sequence[int]) -> None:
+        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back."""
         with self._lock:
-            if walk:
-                self._advance(indices)
+            self._advance(indices)
+            self._acquire(indices)
+
+    def _acquire(self, indices: Sequence[int]) -> None:
+        with self._lock:
             self._pin(indices, 1)  # before the next is fetched: no fetch may evict another of the same use
             try:
                 for index in indices:
@@ -239,15 +241,22 @@ class RCache:
     def memory_of(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         """The memory in which a chunk's gathered weights lie whenever they are there, to make views of it; marked if it
         comes and goes. Nothing is in the blocks."""
-        if chunk.block is None:
-            assert chunk.weights is not None
+        if chunk.weights is not None:
             yield chunk.weights
             return
+        assert chunk.block is not None
         self._pool.fill(chunk.block)
         try:
             yield chunk.block.marked
         finally:
             self._pool.empty(chunk.block)
+
+    def empty(self) -> None:
+        """Takes the memory of all blocks, which nothing uses any more: views that are alive show no weights."""
+        for chunk in self._filled.values():
+            assert chunk.block is not None
+            self._pool.empty(chunk.block)
+        self._filled.clear()
 
     def _pin(self, indices: Iterable[int], count: int) -> None:
         for index in indices:

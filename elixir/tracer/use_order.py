@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access.access_listener import AccessListener
+from elixir.access.access_listener import AccessListener, Pins
 from elixir.access.autograd import current_node_number, detached
 from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
@@ -182,7 +182,7 @@ class UseOrder(AccessListener):
 
     claims_saved = True
 
-    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+    def used(self, parameters: list[nn.Parameter], function: str) -> Pins:
         """A function is about to read parameters."""
         phase, module, _ = self.place()
         found = [self._index.get(parameter) for parameter in parameters]
@@ -191,6 +191,7 @@ class UseOrder(AccessListener):
         scope = self._scope(phase)
         scope.uses.append(position)
         scope.parameters.update(indices)
+        return ()
 
     def reached(self, storages: Sequence[int], operator: OpOverload) -> None:
         """An operator is about to run on storages. Weights there that no torch function has announced are used here.

@@ -237,6 +237,9 @@ class Engine:
         self.uninstall()
         for kind in (kinds.STAGING, kinds.SUMMANDS, kinds.FILE_WINDOW, kinds.SWAPPED):
             self.host_buffers.drop(kind)
+        if "uses" in vars(self):
+            self.uses.is_over = True
+            self.cache.empty()
         for name in ("cache", "uses", "gradients", "arrivals"):  # `install` may have failed before it created all
             vars(self).pop(name, None)
 
@@ -353,7 +356,7 @@ class Engine:
             try:
                 self.arrivals.take_waiting()
                 self._failed()
-                if self.group.size == 1:
+                if self.group.size == 1 and self.lanes.fate.error is None:
                     self.gradients.flush()
             finally:
                 self.phase.leave_backward()
@@ -364,6 +367,8 @@ class Engine:
             self.access.leave_all()
         self.uses.reset()
         self.cache.disturbed()
+        if self.group.size == 1:  # several may wait for each other
+            self.drain()
 
     def _backward_over(self) -> None:
         try:
@@ -471,7 +476,7 @@ class Engine:
         """Like `settle`, but raises no errors of lanes."""
         self.phase.refuse_closed()
         self.forget_failed_backward()
-        self._drain()  # after this, shards may be written to
+        self.drain()  # after this, shards may be written to
         self.gradients.settle()
         self.cache.invalidate()
         self.settled += 1
@@ -493,7 +498,7 @@ class Engine:
         for chunk in self.read_unannounced:
             chunk.synchronize_weights()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Waits until all lanes are done; nobody who waits for work that has failed learns of it any more."""
         self.window.flush()
         self.lanes.drain()
@@ -506,7 +511,7 @@ class Engine:
         together = not (self.phase.in_backward or self.cache.is_disturbed)
         self.phase.close()
         self.uses.reset()
-        self._drain()
+        self.drain()
         if self.lanes.fate.error is not None:
             logger.error("the model is given back after an error: %s", self.lanes.fate.error)
         return together

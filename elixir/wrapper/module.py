@@ -345,7 +345,7 @@ class ElixirModule(nn.Module):
         """Waits for all lanes and empties the blocks.
 
         Raises:
-            StepError: an update on a lane has failed; it is raised once.
+            StepError: work on a lane has failed, now or before.
         """
         self._engine.settle()
 

@@ -311,9 +311,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             The result of `closure`, or None.
 
         Raises:
-            InputError: gradients were set by hand, are not reduced over the ranks, or in float16 did not come from
-                `backward`; or groups have other parameters than at the beginning.
-            StepError: an update on the host has failed, in this step or the last.
+            InputError: gradients were set by hand, or in float16 did not come from `backward`; or groups have other
+                parameters than at the beginning.
+            StepError: work on a lane has failed, in this step or before.
         """
         result = None
         if closure is not None:

@@ -159,8 +159,10 @@ class TrainingStates:
         engine.forget_failed_backward()
         if not loading:
             engine.refuse_unusable()
-            if self.optimizers:  # without optimizers only weights are read, which any failure allows
+            if self.optimizers:
                 engine.errors.refuse_failed(alone=True)
+            else:
+                engine.drain()  # only weights are read, which any failure allows
         engine.refuse_inside(what)
         if engine.uses.gathered:
             raise InputError(f"{what} is for outside of gathered(); leave it first")

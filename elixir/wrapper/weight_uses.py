@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from elixir.access.access_listener import AccessListener
+from elixir.access.access_listener import AccessListener, Pins
 from elixir.access.autograd import backward_is_running, current_node_number
 from elixir.access.functions import RENORMALISE
 from elixir.access.interception import TRACKED_PARAMETERS
@@ -177,17 +177,21 @@ class WeightUses(AccessListener):
         self._latest: dict[int, _Saved] = {}
         """The place that was last saved of a parameter, by its `id`. Most are the same in all steps: thousands of
         objects that live from forward to backward would keep the garbage collector at work."""
-        self.storages = self._lies_in = {storage_of(it.block.flat): it for it in chunks if it.block is not None}
+        self.storages = self._lies_in = {
+            storage_of(it.block.flat): it for it in chunks if it.block is not None and not it.plan.resident
+        }
         """The chunk of each storage that is filled and emptied, by its number."""
         self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
         self._threads: dict[int, _ThreadState] = {}
+        self._main = threading.get_ident()  # the thread of the last forward
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
         self.saving = False
         """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False
         """Whether parameters have separate memory, into which a state dict is loaded."""
-        self.until_read = []
+        self.is_over = False
+        """Whether the plan is no longer at work: graphs and views of before are refused."""
         self.used_in_pass: Callable[[list[nn.Parameter]], None] = ignored
         """Told of all uses while several micro-batches run in a pass."""
 
@@ -204,10 +208,11 @@ class WeightUses(AccessListener):
             self._units[found.parameters] = found
             self._together.update(dict.fromkeys(found.parameters, found))
 
-    def used(self, parameters: list[nn.Parameter], function: str) -> None:
-        """Fetches the chunks, and pins them until the running module returns."""
+    def used(self, parameters: list[nn.Parameter], function: str) -> Pins:
+        """Fetches the chunks, and pins them until the running module returns; outside of all, until `give_back`."""
         if self.loading or (self.saving and function == "detach"):
-            return
+            return ()
+        self._refuse_over()
         if compiling():
             raise compiled_over_moving_weights(f"what reads a weight of shape {list(parameters[0].shape)}")
         self.order_compute()
@@ -228,39 +233,47 @@ class WeightUses(AccessListener):
         if unit and state.scopes:
             state.scopes[-1].watch(chunks)
         if not streamed:
-            return
+            return ()
         if not state.scopes and not backward_is_running():
-            self._acquire(streamed, walk=False)
-            self.until_read = streamed
-            return
-        self._acquire(streamed)
+            if not self._cache.has_room_for(set(streamed)):
+                raise InputError(
+                    f"{function} reads more weights at once outside of the model's forward than the plan's blocks "
+                    "hold; do it inside `with model.gathered(parameters)`"
+                )
+            self._acquire(streamed, self._cache.acquire_outside)
+            return streamed
+        self._acquire(streamed, self._cache.acquire)
         if not state.scopes:
             self._enter_node(state, id(parameters[0]))
         scope = state.scopes[-1] if state.scopes else state.at_node
         scope.pins.extend(streamed)
         scope.parameters.update(unit.parameters if unit else map(id, parameters))
+        return ()
 
-    def read(self) -> None:
+    def give_back(self, pins: Pins) -> None:
         """Unpins what a function has read outside of all modules and nodes."""
-        self._cache.unpin(self.until_read)
-        self.until_read = []
+        if pins:
+            self._cache.unpin(pins)
 
-    def _acquire(self, streamed: list[int], *, walk: bool = True) -> None:
+    @staticmethod
+    def _acquire(streamed: list[int], acquire: Callable[[Sequence[int]], None]) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
         HEAP.trim_if_over()
         with _hidden_from_modes():
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # tensors that it creates could not be written to in training
-                    self._cache.acquire(streamed, walk=walk)
+                    acquire(streamed)
             else:
-                self._cache.acquire(streamed, walk=walk)
+                acquire(streamed)
 
     def _refuse_unbounded(self, chunk: Chunk, parameter: nn.Parameter, function: str) -> None:
         """Refuses a use of a streamed chunk that nothing bounds, or of which autograd would keep copies."""
         outside = not self._state().scopes and not backward_is_running()
-        if outside and (function in _TAKE_MEMORY or not chunk.on_one_rank):
-            why = "nothing says how long it is needed" if chunk.on_one_rank else "no rank may gather it alone"
+        elsewhere = threading.get_ident() != self._main
+        if outside and (function in _TAKE_MEMORY or elsewhere or not chunk.on_one_rank):
+            why = "no rank may gather it alone" if not chunk.on_one_rank else "nothing says how long it is needed"
+            why = "another thread may step it meanwhile" if elsewhere else why
             raise InputError(
                 f"{function} reads {self._places[parameter][1].name} outside of the model's forward, where {why}; do "
                 "it inside `with model.gathered(parameters)`"
@@ -286,14 +299,14 @@ class WeightUses(AccessListener):
             self._compute = now
 
     def used_through(self, parameter: nn.Parameter) -> None:
-        """Fetches the weights of a view that a forward has made, while `gathered` shows them in other memory."""
+        """Fetches the weights of a view while `gathered` shows its parameter in other memory."""
         index, state = self._places[parameter][0].index, self._state()
         if not state.scopes and not backward_is_running():
             raise InputError(
-                f"a view of {self._places[parameter][1].name} that a forward has made is read inside of gathered(), "
-                "where only the parameter itself has its values"
+                f"a view of {self._places[parameter][1].name} that was made before is read inside of gathered(), where "
+                "only the parameter itself has its values"
             )
-        self._acquire([index])
+        self._acquire([index], self._cache.acquire)
         if not state.scopes:
             self._enter_node(state, id(parameter))
         (state.scopes[-1] if state.scopes else state.at_node).pins.append(index)
@@ -306,7 +319,7 @@ class WeightUses(AccessListener):
     def _saved(self, tensor: torch.Tensor) -> _Saved | None:
         """The place that is saved instead of a tensor that lies in a chunk's storage; None of all others."""
         chunk = self._lies_in.get(storage_of(tensor))
-        if chunk is None:
+        if chunk is None or tensor.is_conj() or tensor.is_neg():  # autograd then keeps the marked view itself
             return None
         offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         parameter = _parameter_at(chunk, tensor)
@@ -402,6 +415,7 @@ class WeightUses(AccessListener):
                 self._enter_node(state)
             else:
                 hold_back()
+                self._main = threading.get_ident()
                 self._cache.begin_call(self.streamed_of(module))
         state.scopes.append(_ScopeUses())
 
@@ -438,6 +452,13 @@ class WeightUses(AccessListener):
         version = slot.parameter._version
         return _Saved(chunk.index, slot.offset, tensor.dtype, slot.shape, slot.stride, slot.parameter, version)
 
+    def _refuse_over(self) -> None:
+        if self.is_over:
+            raise InputError(
+                "a graph is read that was made before rehome(), or before the ElixirModule was closed, when weights "
+                "were elsewhere; call the model again"
+            )
+
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a resident weight."""
         return storage_of(tensor) in self._resident
@@ -451,6 +472,7 @@ class WeightUses(AccessListener):
     def unpack(self, handle: Any) -> torch.Tensor:
         """Fetches a saved weight for the running node."""
         part: _Saved = handle
+        self._refuse_over()
         self.order_compute()
         self._refuse_changed(part)
         if (gathered := self._chunks[part.chunk].shown) is not None:
@@ -569,13 +591,11 @@ def _is_applied() -> bool:
 
 
 def _refuse_forward_mode() -> None:
-    """Raises `InputError` in forward-mode transforms: their tensors die at the end, and backward would crash on saved
-    ones."""
-    if forward_mode_runs() and torch.is_grad_enabled():
+    """Raises `InputError` in forward-mode transforms: their tensors die at the end, and those of weights would not."""
+    if forward_mode_runs():
         raise InputError(
-            "torch.func.jvp and jacfwd cannot run over streamed weights where backward comes later; use "
-            "torch.autograd.functional.jvp without create_graph, or plan with every chunk on the device "
-            "(placement='cuda')"
+            "torch.func.jvp and jacfwd cannot run over streamed weights; use torch.autograd.functional.jvp without "
+            "create_graph, or plan with every chunk on the device (placement='cuda')"
         )
 
 

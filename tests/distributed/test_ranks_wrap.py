@@ -127,7 +127,7 @@ def strict(rank: int, world_size: int) -> list[str]:
     inp = batch_of(model, rank, world_size)
 
     def refused(module: Any, batch: Any) -> None:
-        (hf_loss(module, batch) + module.lm_head.weight.square().sum()).backward()
+        (hf_loss(module, batch) + module.lm_head.weight.data_ptr()).backward()
 
     memory = {"device_memory": "1GiB", "host_budget": "1GiB", "hardware": "cpu", "device": "cpu", "placement": "cuda"}
     said = []

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.errors import InputError
+from elixir.errors import InputError, StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
 from tests.common.early import chain
@@ -242,7 +242,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         ElixirModule(it.model, make_plan(it, "streamed"), device=missing)
 
 
-def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_cannot_leave_for_the_host_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
     it = chain()
     with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
         pair.train(1)
@@ -250,9 +250,9 @@ def test_a_gradient_that_cannot_leave_for_the_host_is_told_by_backward(monkeypat
         with pytest.raises(MemoryError, match="no memory on the way"):
             pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
         monkeypatch.undo()
-        pair.module.zero_grad()
-        pair.optimizer.zero_grad()
-        pair.train(2)
+        with pytest.raises(StepError, match="training has ended.*no memory on the way"):
+            pair.case.loss(pair.module, pair.case.inp)
+        pair.assert_same_weights()
 
 
 def test_what_the_device_held_before_the_first_step_is_not_the_peak_of_a_step() -> None:

@@ -123,6 +123,7 @@ def move_chunks(
             continue
         parameters = [slot.parameter for slot in old.slots]
         chunk = _made(old.index, chunk_plan, parameters, group, arena.device)
+        chunk.block = old.block  # in which views lie that are alive
         if chunk_plan.home.states_on_disk:
             chunk.stored = leaving.get(chunk.index)
         with _released_on_error(chunk), group.together("move its chunks"):

@@ -48,6 +48,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                     # are not announced.
                     memory = memory.clone()
                 chunk.point_into(memory)
+                chunk.show_attributes(memory)
                 chunk.shown = memory
             opened.append((chunk, memory, asked))
             writable = {slot.parameter for slot in asked} if write else set()
@@ -71,6 +72,7 @@ def _hide(chunks: Iterable[Chunk]) -> None:
     """Points the parameters of chunks back to where they pointed before, and frees the shown memory."""
     for chunk in chunks:
         chunk.shown = None
+        chunk.show_attributes(None)
         if chunk.weights is None:
             chunk.hold_placeholders()
         else:

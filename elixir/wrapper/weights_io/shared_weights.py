@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 from torch import nn
 
 from elixir.access.placeholders import unmarked
+from elixir.chunk.chunk import Attribute
 from elixir.models.shared_memory import find_shared_memory, plain_tensors
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
@@ -29,12 +31,16 @@ class SharedWeights:
     def attach(self, engine: Engine) -> None:
         """Makes them views of where the engine's present plan has the weights."""
         engine.read_unannounced.clear()
+        for chunk in engine.chunks:
+            chunk.attributes.clear()
         for shared, attribute in self._found:
             tensor = attribute()
             if tensor is not None:
                 chunk, slot = engine.places[self._weights[shared.weight]]
+                of = partial(shared.of, offset=slot.offset)
                 with DisableTorchFunctionSubclass(), unmarked(), engine.cache.memory_of(chunk) as memory:
-                    tensor.data = shared.of(memory, slot.offset)
+                    chunk.attributes.append(Attribute(attribute, of, of(memory)))
+                chunk.show_attributes(None)
                 if chunk.plan.resident:
                     engine.read_unannounced.append(chunk)
 

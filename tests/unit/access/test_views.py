@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
-from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan, square_loss
+from tests.common import gpu, inside
+from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan, rehomed, square_loss
 
 WIDTH = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -290,7 +293,7 @@ def test_outside_of_forward_a_view_is_read_as_its_weight(holding: Pair) -> None:
     holding.backward()
     view, plain = layers_of(holding)[1].kept[0], list(holding.plain)[2].kept[0]  # type: ignore[call-overload]
     assert (view.shape, view.stride(), view.requires_grad) == ((WIDTH, WIDTH), (1, WIDTH), True)
-    for read in (torch.sum, lambda view: view.t() + 1, lambda view: pickle.loads(pickle.dumps(view.detach()))):
+    for read in (torch.sum, lambda view: view.t() + 1, lambda view: pickle.loads(pickle.dumps(view.detach().cpu()))):
         assert holding.agree(read(view), read(plain))
     assert "grad_fn" in repr(view)
     with pytest.raises(InputError, match="data_ptr reads 2.weight outside of the model's forward"):
@@ -521,3 +524,85 @@ def test_without_room_for_a_layer_it_is_evaluated_module_by_module() -> None:
         assert next(iter(inspect.signature(pair.module.module.layer.forward).parameters)) == "src"
         model = pair.module.release()
         assert "forward" not in vars(model.layer)
+
+
+# --- views that live longer than a plan, and reads in odd places -----------------------------------------------------
+
+
+def _pinned(pair: Pair) -> list[int]:
+    return [chunk.index for chunk in inside.chunks(pair.module) if chunk.pins]
+
+
+@pytest.mark.parametrize("home", ["states", None], ids=["moved", "the same"])
+def test_a_view_outlives_another_plan_and_a_graph_does_not(holding: Pair, home: str | None) -> None:
+    holding.train(1)
+    output = holding.module(**holding.case.inp).sum()
+    holding.optimizer.zero_grad()
+    plan = holding.plan if home is None else rehomed(holding.plan, home)
+    holding.module.rehome(plan)
+    with pytest.raises(InputError, match=r"graph is read that was made before rehome\(\)"):
+        output.backward()
+    holding.module.zero_grad()
+    if home is None:
+        holding.train(2)
+        holding.assert_same_weights()
+    else:
+        with pytest.raises(InputError, match="or which stays on the device since rehome"):
+            holding.module(**holding.case.inp)
+
+
+def test_views_are_refused_once_the_model_was_closed_and_keep_no_block(holding: Pair) -> None:
+    holding.train(1)
+    row = layers_of(holding)[0].weight.detach()[1]
+    blocks = [weakref.ref(block) for block in inside.cache(holding.module)._pool._free]
+    layer = layers_of(holding)[0]
+    holding.module.close()
+    gc.collect()
+    assert not any(block() is not None for block in blocks)
+    for read in (lambda: row + 1, lambda: layer(torch.ones(2, WIDTH)), lambda: torch.ops.aten.add(row, 1)):
+        with pytest.raises(InputError, match=r"view .*whose model was closed"):
+            read()
+
+
+def test_what_is_read_outside_is_given_back_whatever_reads_it(holding: Pair) -> None:
+    holding.train(1)
+    mine, plain = layers_of(holding)[1].weight, list(holding.plain)[2].weight  # type: ignore[call-overload]
+    x = torch.ones(4, WIDTH, device=mine.device)
+    assert torch.equal(torch.vmap(lambda row: row @ mine)(x), torch.vmap(lambda row: row @ plain)(x))
+    assert torch.equal(pickle.loads(pickle.dumps(mine.cpu())), plain.cpu())
+    other = case_of(hold, layers=3)
+    with Pair(other, make_plan(other, "streamed", split_number=12), optimizer=sgd) as second:
+        theirs = layers_of(second)[0].weight
+        assert torch.equal(mine + theirs, plain + second.plain[1].weight)  # type: ignore[index]
+        assert (_pinned(holding), _pinned(second)) == ([], [])
+    with pytest.raises(InputError, match="more weights at once"):
+        torch.cat([parameter.flatten() for parameter in holding.module.module.parameters()])
+    with pytest.raises(InputError, match=r"forward-mode|jvp and jacfwd"), torch.no_grad():
+        torch.func.jvp(lambda row: row @ mine, (x,), (x,))
+    refused: list[InputError] = []
+
+    def on_another_thread() -> None:
+        try:
+            mine.norm()
+        except InputError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=on_another_thread)
+    thread.start()
+    thread.join()
+    assert "another thread may step it" in str(refused[0])
+    assert _pinned(holding) == []
+    holding.train(1)
+
+
+def conjugated(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_complex(layer.weight.view(WIDTH, WIDTH // 2, 2)).conj()
+    x = torch.view_as_complex(layer.before(x).view(WIDTH, WIDTH // 2, 2)) * numbers
+    return layer.after(torch.view_as_real(x).reshape(WIDTH, WIDTH))
+
+
+def test_a_conjugated_view_has_the_gradients_of_plain_pytorch() -> None:
+    it = case_of(conjugated, layers=2)
+    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
+        pair.train(2)
+        pair.assert_same_weights()

@@ -35,7 +35,7 @@ class Log:
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         pass
 
-    storages = ()
+    storages = until_read = ()
 
     def parameter_of(self, view: torch.Tensor) -> nn.Parameter | None:
         name = self.by_storage.get(view.untyped_storage()._cdata)

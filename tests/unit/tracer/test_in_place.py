@@ -194,7 +194,7 @@ def test_scripted_layers_and_old_weight_norm_are_traced_and_run_afterwards() -> 
 
 def test_tensors_in_the_memory_of_weights_are_there_afterwards() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].register_buffer("rows", model[0].weight.detach()[:2])
+    model[0].rows = model[0].weight.detach()[:2]
     model[1].weight = model[0].weight
     before = memory(model)
     cpu_trace(model, INP, sum_step)

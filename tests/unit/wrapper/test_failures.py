@@ -81,6 +81,8 @@ def test_a_step_that_failed_ends_training_and_weights_are_there(late: bool) -> N
         state = pair.module.state_dict()
         assert all(value.isfinite().all() for value in state.values())
         assert same_weights(state, before) is not late
+        first = pair.module.module[0]
+        assert torch.equal(first.weight + 0, state["0.weight"].to(first.weight.device)), "read outside of a forward"
         with pytest.raises(StepError, match=NAMED):
             pair.optimizer.step()
 

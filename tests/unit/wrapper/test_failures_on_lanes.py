@@ -161,6 +161,7 @@ def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytes
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_step_that_failed_is_not_saved(looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with failed_step(monkeypatch) as run:
+        save_checkpoint(tmp_path / "first", {"model": run.module}, files=UnsyncedFiles(), wait=True)
         if looks:  # as an evaluation does, which leaves the error to the next step or save
             with run.module.gathered():
                 pass

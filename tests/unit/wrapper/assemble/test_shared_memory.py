@@ -140,7 +140,9 @@ def test_weights_written_between_steps_show_under_both_names() -> None:
         pair.train(1)
         with pair.module.gathered(write=True), torch.no_grad():
             pair.module.module.layers[2].weight.mul_(0.5)
-        pair.plain.layers[2].weight.data.mul_(0.5)
+            pair.plain.layers[2].weight.data.mul_(0.5)
+            assert pair.agree(pair.module.module.plain, pair.plain.plain)
+            assert pair.agree(pair.module(**pair.case.inp), pair.plain(**pair.case.inp)), "inside, too"
         with torch.no_grad():
             assert pair.agree(pair.module(**pair.case.inp), pair.plain(**pair.case.inp))
         for model in (pair.module, pair.plain):

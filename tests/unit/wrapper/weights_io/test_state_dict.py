@@ -148,9 +148,9 @@ def test_a_state_dict_that_fails_leaves_nothing_open() -> None:
             pair.module.state_dict()
         handle.remove()
         with pytest.raises(InputError, match="outside"):
-            pair.module.module[0].weight.detach()
+            pair.module.module[0].weight.data_ptr()
         with pytest.raises(InputError, match="outside"):
-            pair.module.module.state_dict(keep_vars=True)["0.weight"].detach()
+            pair.module.module.state_dict(keep_vars=True)["0.weight"].data_ptr()
         pair.train(1)
 
 
