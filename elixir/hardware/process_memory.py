@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import io
 import os
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ HEAP_LOOK_SHARE = 0.015
 """Memory is given back at this share below the expected peak, since gradients come in large pieces.
 
 Source: with 0.02 the peaks of 41 runs in `benchmark/results/contract.csv` lay 0.95 % below what was expected."""
+LOOKS_APART_S = 1e-4
+"""No look is needed so soon after the last: the operating system makes at most 2 MiB of pages for a thread meanwhile.
+
+Source of what it saves: a look takes 6 us, as long as a fifth of a use of a weight, which looks twice."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class HeapLimit:
         """The expected peak of `Resident.own_bytes`; 0 for none."""
         self._limit_bytes = self._next_bytes = LARGEST_BYTES
         self._unseen_bytes = self._room_bytes = 0
+        self._looks_at_s = 0.0  # the earliest time of the next look
         self._lasting_bytes: int | None = None
         """Held by the last forward that began by giving back: no freed memory is among them. None before."""
         self._believes, self._uses_again = False, True
@@ -127,6 +133,7 @@ class HeapLimit:
         shared_bytes = 0 if held is None else held.own_bytes - self.held_bytes()
         limit_bytes = int((1 - HEAP_LOOK_SHARE) * expected_bytes) - max(shared_bytes, 0)
         self._limit_bytes = self._next_bytes = max(limit_bytes, 0)
+        self._looks_at_s = 0.0
 
     def trim_if_over(self, coming_bytes: int = 0) -> None:
         """Gives back if the limit is exceeded; what is still held then may grow by a share before the next time.
@@ -134,8 +141,15 @@ class HeapLimit:
         Args:
             coming_bytes: that are taken before the next look, such as the activations of a forward.
         """
+        if self._file is None:
+            return
+        if not coming_bytes:
+            now_s = time.perf_counter()
+            if now_s < self._looks_at_s:
+                return
+            self._looks_at_s = now_s + LOOKS_APART_S
         coming_bytes = max(coming_bytes, self._unseen_bytes)
-        if self._file is not None and self.held_bytes() + coming_bytes > self._next_bytes:
+        if self.held_bytes() + coming_bytes > self._next_bytes:
             give_back_freed()
             if self._believes:
                 self._believes = self._uses_again = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,31 @@ def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatc
     assert (len(given), limit.expected_bytes) == (1, 0)
 
 
+def test_memory_is_not_looked_at_again_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    if resident() is None:
+        pytest.skip("this operating system does not tell what is resident")
+    now_s, looks = [100.0], [0]
+
+    def held_bytes(limit: HeapLimit) -> int:
+        looks[0] += 1
+        return 0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(HeapLimit, "held_bytes", held_bytes)
+    limit = HeapLimit()
+
+    def looked(coming_bytes: int = 0) -> bool:
+        before = looks[0]
+        limit.trim_if_over(coming_bytes)
+        return looks[0] > before
+
+    for _ in range(2):
+        limit.set(MIB)
+        assert (looked(), looked(), looked(MIB), looked()) == (True, False, True, False)
+        now_s[0] += process_memory.LOOKS_APART_S
+        assert (looked(), looked()) == (True, False)
+
+
 @pytest.mark.parametrize("room_bytes", [0, MIB])
 def test_with_room_a_forward_uses_freed_memory_again_until_it_does_not(
     monkeypatch: pytest.MonkeyPatch, room_bytes: int
@@ -105,6 +131,7 @@ def test_with_room_a_forward_uses_freed_memory_again_until_it_does_not(
     monkeypatch.setattr(process_memory, "give_back_freed", give_back)
     monkeypatch.setattr(process_memory, "resident", lambda: None)
     monkeypatch.setattr(HeapLimit, "held_bytes", lambda limit: held[0] * MIB)
+    monkeypatch.setattr(process_memory, "LOOKS_APART_S", 0.0)
     limit = HeapLimit()
 
     def expect(more: int = 0) -> None:
