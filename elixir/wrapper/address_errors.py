@@ -22,9 +22,11 @@ def refuse_addresses(model: nn.Module, error: BaseException) -> None:
         if isinstance(owner, nn.Module) and any(parameter in names for parameter in owner.parameters()):
             module = owner
         trace = trace.tb_next
-    own = [names[parameter] for parameter in module.parameters() if is_absent(parameter) and parameter in names]
+    # Those of the module come first: that it reads another's is rare.
+    absent = dict.fromkeys(each for each in (*module.parameters(), *names) if is_absent(each) and each in names)
     raise InputError(
         "code that calls no operator, such as a compiled extension, reads a weight that is not there: one of "
-        f"{few(own)}. Call weight.data_ptr() in the same module's forward before it, which fetches the weight until "
-        "that module returns, or register the code as an operator (torch.library.custom_op)"
+        f"{few([names[each] for each in absent])}. Call weight.data_ptr() in the same module's forward before it, "
+        "which fetches the weight until that module returns, or register the code as an operator "
+        "(torch.library.custom_op)"
     ) from error

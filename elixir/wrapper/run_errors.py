@@ -49,9 +49,11 @@ class RunErrors:
             return
         if isinstance(error, (DiskError, RankError)):
             raise error.with_traceback(None)
+        # One rank that has failed cannot gather weights while others train on.
+        left = "" if self._rank_count > 1 else "state_dict(), gathered() and close() still give the weights; "
         raise StepError(
-            f"training has ended, since work on a lane has failed: {error or type(error).__name__}. state_dict(), "
-            "gathered() and close() still give the weights; wrap the model again to go on from a checkpoint"
+            f"training has ended, since work on a lane has failed: {error or type(error).__name__}. {left}wrap the "
+            "model again to go on from a checkpoint"
         ) from error
 
     @property

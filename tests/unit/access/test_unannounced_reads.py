@@ -290,6 +290,29 @@ def test_code_that_takes_addresses_is_refused_with_the_name_and_right_after_a_to
         pair.train(2)
 
 
+class TakesAddress(nn.Linear):
+    taken: tuple[nn.Parameter, ...] = ()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)  # its own weights are there
+        with torch._C.DisableTorchFunctionSubclass():
+            return y * sum(float(weight.untyped_storage()[0]) for weight in self.taken) if self.taken else y
+
+
+@gpu.on_the_cpu("only there Python reads the bytes at an address")
+def test_code_that_takes_the_address_of_a_weight_of_another_layer_is_refused_with_a_name() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), TakesAddress(WIDTH, WIDTH, bias=False))
+    it = Case(model, {"input": torch.randn(4, WIDTH)}, square_loss)
+    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
+        pair.train(1)
+        first, last = pair.module.module
+        last.taken = (first.weight,)
+        with pytest.raises(InputError, match=r"one of 1\.weight, 0\.weight\."):
+            pair.module(**pair.case.inp)
+        last.taken = ()
+        pair.train(1)
+
+
 @gpu.on_the_cpu("numpy's arrays have its memory")
 def test_what_stays_unseen() -> None:
     """Memory that is no tensor any more, kept beyond the module that took it: docs/design/runtime.md says so."""
