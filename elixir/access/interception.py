@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -52,7 +51,8 @@ from elixir.access.functions import (
 )
 from elixir.access.interrupts import runs
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
-from elixir.access.placeholders import is_absent, remarked, storage_of, unmarked, watch
+from elixir.access.placeholders import is_absent, remarked, same_memory, unmarked, watch
+from elixir.access.storage_listeners import is_listened_to, listen, listener_to
 from elixir.access.whole import Whole
 from elixir.errors import InputError
 from elixir.torch_private import (
@@ -64,6 +64,8 @@ from elixir.torch_private import (
     torch_function_is_enabled,
     tree_leaves,
 )
+
+_TUPLE_ITERATOR = type(iter(()))
 
 
 class TrackedParameter(nn.Parameter):
@@ -211,10 +213,7 @@ class Interception:
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener, ours) for each in tracked]
-        # The model may be let go of without `remove`; numbers of storages are then given to others.
-        storages = tuple(listener.storages)
-        _LISTENING.update(dict.fromkeys(storages, weakref.ref(listener)))
-        self._unheard = weakref.finalize(listener, _hear_no_more, storages)
+        self._stop_listening = listen(listener)
         self._modules = list(model.modules())
         self._checkpointing = [each for each in self._modules if hasattr(each, "gradient_checkpointing")]
         self._calls = self._present_calls()
@@ -255,7 +254,7 @@ class Interception:
             parameter.__class__ = original
         for handle in self._handles:
             handle.remove()
-        self._unheard()
+        self._stop_listening()
         for path in self._fast:
             path.remove()
         for unit in self._units:
@@ -487,13 +486,12 @@ def _read(
     try:
         for each in (listener, *others):
             mine = [item for item in found if _listener(item) is each] if others else found
-            held.append((each, _announce(each, mine, name)))
+            _announce(each, mine, name, held)
         with hooks:
             result = func(*args, **kwargs)
     finally:
         for each, pins in held:
-            if pins:
-                each.give_back(pins)
+            each.give_back(pins)
     if changed:
         listener.wrote(changed)
     return _track(result, listener)
@@ -502,10 +500,11 @@ def _read(
 _NO_HOOKS: Any = nullcontext()
 
 
-def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) -> Pins:
+def _announce(
+    listener: AccessListener, found: list[torch.Tensor], name: str, held: list[tuple[AccessListener, Pins]]
+) -> None:
     """Announces the parameters that are read; those of views only if the running module or node has not announced
-    them. Returns what is to be given back after the read."""
-    pins: Pins = ()
+    them. Adds to `held` what is to be given back after the read."""
     parameters: list[nn.Parameter] = []
     for item in found:
         parameter = _parameter_of(item)
@@ -513,15 +512,10 @@ def _announce(listener: AccessListener, found: list[torch.Tensor], name: str) ->
         if not known and (parameter is item or not listener.holds(parameter)):
             parameters.append(parameter)
     if parameters:
-        pins = listener.used(parameters, name)
-    try:
-        for item in found:
-            if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
-                listener.used_through(_parameter_of(item))
-    except BaseException:
-        listener.give_back(pins)
-        raise
-    return pins
+        held.append((listener, listener.used(parameters, name)))
+    for item in found:
+        if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
+            listener.used_through(_parameter_of(item))
 
 
 def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -535,7 +529,7 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             elif name == "__delete__" or args[1] is None:
                 item.elixir_listener.drops_gradient(item)
         elif owner is DATA and name == "__set__":
-            if _same_memory(item, args[1]):
+            if same_memory(item, args[1]):
                 return None  # `module.to(dtype)` does this in the forward of routers
             item.elixir_listener.replaces(item)
             func(*args, **kwargs)
@@ -545,16 +539,6 @@ def _ask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _same_memory(item: torch.Tensor, other: Any) -> bool:
-    """Whether `other` has the same elements in the same memory as `item`."""
-    return other is item or (
-        isinstance(other, torch.Tensor)
-        and (other.dtype, other.shape, other.stride()) == (item.dtype, item.shape, item.stride())
-        and other.storage_offset() == item.storage_offset()
-        and storage_of(other) == storage_of(item) != 0
-    )
-
-
 def _track(result: Any, listener: AccessListener) -> Any:
     """Returns `result`, in which every view of a parameter has become a `TrackedView`."""
     if type(result) is torch.Tensor:
@@ -562,7 +546,7 @@ def _track(result: Any, listener: AccessListener) -> Any:
         if parameter is not None:
             view = cast(TrackedView, result)
             # Another plan has another listener to the same storage.
-            view.elixir_listener = None if storage_of(result) in _LISTENING else listener
+            view.elixir_listener = None if is_listened_to(result) else listener
             view.elixir_parameter = parameter
             view.__class__ = TrackedView
     elif isinstance(result, (tuple, list)):
@@ -573,9 +557,6 @@ def _track(result: Any, listener: AccessListener) -> Any:
     return result
 
 
-_TUPLE_ITERATOR = type(iter(()))
-
-
 def untrack(tensors: Iterable[Any]) -> None:
     """Turns views of tracked parameters into ordinary tensors."""
     for tensor in tensors:
@@ -583,26 +564,11 @@ def untrack(tensors: Iterable[Any]) -> None:
             tensor.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
-_LISTENING: dict[int, weakref.ref[AccessListener]] = {}
-"""The listeners to storages whose memory comes and goes, by the number of the storage."""
-
-
-def _hear_no_more(storages: Iterable[int]) -> None:
-    for storage in storages:
-        del _LISTENING[storage]
-
-
 def _listener(item: Any) -> AccessListener:
     kind = type(item)
     if kind in TRACKED_PARAMETERS or (kind is TrackedView and item.elixir_listener is not None):
         return cast(AccessListener, item.elixir_listener)
-    found = _LISTENING.get(storage_of(item))
-    if found is None:
-        raise InputError(
-            f"a view of shape {list(item.shape)} of a weight is read whose model was closed, or which stays on the "
-            "device since rehome(); make it anew"
-        )
-    return cast(AccessListener, found())
+    return listener_to(item)
 
 
 def _parameter_of(item: Any) -> nn.Parameter:
@@ -615,7 +581,7 @@ def _is_weight(item: Any) -> bool:
     """Whether it is a tracked parameter, or a view of one, which may be one that only operators have seen."""
     kind = type(item)
     if kind is torch.Tensor:
-        return bool(_LISTENING) and storage_of(item) in _LISTENING
+        return is_listened_to(item)
     return kind is TrackedView or kind in TRACKED_PARAMETERS
 
 

@@ -115,3 +115,13 @@ def storage_of(tensor: torch.Tensor) -> int:
     except NotImplementedError:
         return 0
     return number
+
+
+def same_memory(item: torch.Tensor, other: Any) -> bool:
+    """Whether `other` has the same elements in the same memory as `item`."""
+    return other is item or (
+        isinstance(other, torch.Tensor)
+        and (other.dtype, other.shape, other.stride()) == (item.dtype, item.shape, item.stride())
+        and other.storage_offset() == item.storage_offset()
+        and storage_of(other) == storage_of(item) != 0
+    )

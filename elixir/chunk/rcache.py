@@ -217,18 +217,16 @@ class RCache:
         """Chunks that lie in blocks, in order of index."""
         return tuple(sorted(self._filled))
 
-    def acquire_outside(self, indices: Sequence[int]) -> None:
-        """Like `acquire`, for a use outside of a step, which is none of the order's."""
-        self._acquire(indices)
+    def acquire(self, indices: Sequence[int], *, outside: bool = False) -> None:
+        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back.
 
-    def acquire(self, indices: Sequence[int]) -> None:
-        """Lets compute read these chunks from here on. Each gets one pin; `unpin` gives it back."""
+        Args:
+            indices: of the chunks.
+            outside: the use is in no step, and so none of the order's.
+        """
         with self._lock:
-            self._advance(indices)
-            self._acquire(indices)
-
-    def _acquire(self, indices: Sequence[int]) -> None:
-        with self._lock:
+            if not outside:
+                self._advance(indices)
             self._pin(indices, 1)  # before the next is fetched: no fetch may evict another of the same use
             try:
                 for index in indices:

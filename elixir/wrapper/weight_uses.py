@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from elixir.torch_private import (
     forward_mode_runs,
     functorch_level,
 )
+from elixir.wrapper.scope_uses import ScopeUses, ThreadUses
 
 _ALIKE_ON_ALL_RANKS = frozenset("abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ copy_ lerp_ mul_ relu_ zero_".split())
 """Functions that write the same on all ranks if they get only weights and constants: clamps, moving averages."""
@@ -102,38 +102,6 @@ class _Unit(NamedTuple):
     """The `id`s of its parameters."""
 
 
-@dataclass
-class _ScopeUses:
-    """The uses, so far, of a running module or autograd node."""
-
-    pins: list[int] = field(default_factory=list)
-    """The pinned chunks, one entry per pin."""
-    parameters: set[int] = field(default_factory=set)
-    """The parameters of streamed chunks, by `id`."""
-    unannounced: list[Chunk] = field(default_factory=list)
-    """The resident chunks of a unit, inside of which nothing announces a write."""
-
-    def watch(self, chunks: Iterable[Chunk]) -> None:
-        """Notes the chunks of a unit that begins."""
-        self.unannounced = [chunk for chunk in chunks if chunk.plan.resident]
-        for chunk in self.unannounced:
-            chunk.watch_writes()
-
-    unit: frozenset[int] = frozenset()
-    """The parameters of the unit whose backward this is, if it is fetched as one: it lasts over nodes that read these.
-    """
-
-
-@dataclass
-class _ThreadState:
-    scopes: list[_ScopeUses] = field(default_factory=list)
-    """One per running module, outermost first."""
-    node: tuple[int, int] | None = None
-    """The backward and the number of the autograd node that ran last. The number alone is not unique: each thread
-    counts the nodes that it creates, recomputing threads included."""
-    at_node: _ScopeUses = field(default_factory=_ScopeUses)
-
-
 class WeightUses(AccessListener):
     """The runtime's listener to uses of weights.
 
@@ -182,7 +150,7 @@ class WeightUses(AccessListener):
         }
         """The chunk of each storage that is filled and emptied, by its number."""
         self._streamed: dict[nn.Module, frozenset[int]] = {}  # of modules that were outermost ones
-        self._threads: dict[int, _ThreadState] = {}
+        self._threads: dict[int, ThreadUses] = {}
         self._main = threading.get_ident()  # the thread of the last forward
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
@@ -240,9 +208,9 @@ class WeightUses(AccessListener):
                     f"{function} reads more weights at once outside of the model's forward than the plan's blocks "
                     "hold; do it inside `with model.gathered(parameters)`"
                 )
-            self._acquire(streamed, self._cache.acquire_outside)
+            self._acquire(streamed, outside=True)
             return streamed
-        self._acquire(streamed, self._cache.acquire)
+        self._acquire(streamed)
         if not state.scopes:
             self._enter_node(state, id(parameters[0]))
         scope = state.scopes[-1] if state.scopes else state.at_node
@@ -255,17 +223,16 @@ class WeightUses(AccessListener):
         if pins:
             self._cache.unpin(pins)
 
-    @staticmethod
-    def _acquire(streamed: list[int], acquire: Callable[[Sequence[int]], None]) -> None:
+    def _acquire(self, streamed: list[int], *, outside: bool = False) -> None:
         if functorch_level() is not None:
             _refuse_forward_mode()
         HEAP.trim_if_over()
         with _hidden_from_modes():
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # tensors that it creates could not be written to in training
-                    acquire(streamed)
+                    self._cache.acquire(streamed, outside=outside)
             else:
-                acquire(streamed)
+                self._cache.acquire(streamed, outside=outside)
 
     def _refuse_unbounded(self, chunk: Chunk, parameter: nn.Parameter, function: str) -> None:
         """Refuses a use of a streamed chunk that nothing bounds, or of which autograd would keep copies."""
@@ -306,7 +273,7 @@ class WeightUses(AccessListener):
                 f"a view of {self._places[parameter][1].name} that was made before is read inside of gathered(), where "
                 "only the parameter itself has its values"
             )
-        self._acquire([index], self._cache.acquire)
+        self._acquire([index])
         if not state.scopes:
             self._enter_node(state, id(parameter))
         (state.scopes[-1] if state.scopes else state.at_node).pins.append(index)
@@ -417,7 +384,7 @@ class WeightUses(AccessListener):
                 hold_back()
                 self._main = threading.get_ident()
                 self._cache.begin_call(self.streamed_of(module))
-        state.scopes.append(_ScopeUses())
+        state.scopes.append(ScopeUses())
 
     def left(self, module: nn.Module, output: Any) -> Any:
         """Closes a module's scope and unpins its chunks. Outputs that lie in a block are cloned first."""
@@ -505,7 +472,7 @@ class WeightUses(AccessListener):
         with unmarked():
             return part.of(block.marked)
 
-    def _acquire_for_node(self, uses: _ScopeUses, part: _Saved) -> None:
+    def _acquire_for_node(self, uses: ScopeUses, part: _Saved) -> None:
         """Fetches a saved weight for the running node, or all weights of its unit."""
         key = id(part.parameter)
         unit = self._together.get(key)
@@ -519,7 +486,7 @@ class WeightUses(AccessListener):
         """Unpins the chunks of the last node on every thread, once backward is over."""
         for state in self._threads.values():
             self._cache.unpin(state.at_node.pins)
-            state.node, state.at_node = None, _ScopeUses()
+            state.node, state.at_node = None, ScopeUses()
 
     def reset(self) -> None:
         """Unpins everything, after an exception has ended a forward or backward."""
@@ -537,7 +504,7 @@ class WeightUses(AccessListener):
                 with _hidden_from_modes():
                     chunk.point_into(chunk.weights)
 
-    def _enter_node(self, state: _ThreadState, reads: int = 0) -> None:
+    def _enter_node(self, state: ThreadUses, reads: int = 0) -> None:
         """Ends the uses of the node before, unless the one that runs now `reads` a parameter of the same unit."""
         node = current_graph_task_id(), current_node_number()
         if node != state.node:
@@ -546,13 +513,13 @@ class WeightUses(AccessListener):
                 state.node = node
                 return
             self._cache.unpin(state.at_node.pins)
-            state.node, state.at_node = node, _ScopeUses()
+            state.node, state.at_node = node, ScopeUses()
 
-    def _state(self) -> _ThreadState:
+    def _state(self) -> ThreadUses:
         thread = threading.get_ident()
         state = self._threads.get(thread)
         if state is None:
-            state = self._threads[thread] = _ThreadState()
+            state = self._threads[thread] = ThreadUses()
         return state
 
     @staticmethod

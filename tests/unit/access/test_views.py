@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import io
 import pickle
 import threading
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan, rehomed, square_loss
+from tests.common.parity import Case, Pair, assert_as_planned, make_plan, rehomed, square_loss
 
 WIDTH = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -456,74 +455,6 @@ def test_backward_inside_gathered_reads_what_is_gathered() -> None:
         losses[1].backward()
         pair.step()
         pair.train(1)
-
-
-# --- fast paths of attention ----------------------------------------------------------------------------------------
-
-
-class Encoder(nn.Module):
-    """An encoder that makes nested tensors of padded input, a single layer, and attention alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, activation="gelu")
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.layer(self.encoder(x, src_key_padding_mask=mask))
-        return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-def _case() -> Case:
-    torch.manual_seed(0)
-    return Case(Encoder(), {"x": torch.randn(2, 6, 32)}, square_loss)
-
-
-def _evaluated(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        found: torch.Tensor = model(**inp)
-    model.train()
-    return found
-
-
-MASK = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
-
-
-@gpu.not_pretended("no nested tensors")
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
-def test_evaluation_has_the_bits_of_plain_pytorch(mode: str) -> None:
-    it = _case()
-    with Pair(it, make_plan(it, mode, allocate_factor=0.6, split_number=4)) as pair:
-        for more in ({}, {"mask": MASK}):
-            pair.train(2)
-            inp = gpu.there({**pair.case.inp, **more}, pair.module.device)
-            assert torch.equal(_evaluated(pair.module, inp), _evaluated(pair.plain, inp))
-
-
-def test_a_hook_of_the_users_is_called_as_in_plain_pytorch() -> None:
-    it = _case()
-    with Pair(it, make_plan(it, "streamed", allocate_factor=0.6, split_number=4)) as pair:
-        calls: list[str] = []
-        for name, model in (("mine", pair.module.module), ("plain", pair.plain)):
-            model.layer.linear1.register_forward_hook(lambda *_, name=name: calls.append(name))
-        assert torch.equal(_evaluated(pair.module, pair.case.inp), _evaluated(pair.plain, pair.case.inp))
-        assert calls == ["mine", "plain"]
-
-
-def test_without_room_for_a_layer_it_is_evaluated_module_by_module() -> None:
-    it = _case()
-    with Pair(it, make_plan(it, "streamed", split_number=40)) as pair:
-        assert pair.plan.block_count < 4
-        mine, plain = _evaluated(pair.module, pair.case.inp), _evaluated(pair.plain, pair.case.inp)
-        # On a GPU, the fused kernel of plain PyTorch takes GELU's approximation by tanh.
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6 if gpu.has_cpu_kernels() else 1e-3)
-        assert next(iter(inspect.signature(pair.module.module.layer.forward).parameters)) == "src"
-        model = pair.module.release()
-        assert "forward" not in vars(model.layer)
 
 
 # --- views that live longer than a plan, and reads in odd places -----------------------------------------------------

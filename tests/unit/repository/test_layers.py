@@ -52,6 +52,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
                 "phase",
                 "run_errors",
                 "run_options",
+                "scope_uses",
                 "state_reader",
                 "views_of_engine",
                 "weight_uses",

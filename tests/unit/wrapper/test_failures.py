@@ -73,11 +73,11 @@ def test_a_step_that_failed_ends_training_and_weights_are_there(late: bool) -> N
     with make_pair(alike=False) as pair:
         before = fail_a_step(pair, late=late)
         for _ in range(2):
-            with pytest.raises(StepError, match=NAMED) as told:
+            with pytest.raises(StepError, match=NAMED) as raised:
                 pair.module(**pair.case.inp)
-        assert "training has ended" in str(told.value)
-        assert isinstance(told.value.__cause__, StepError)
-        assert isinstance(told.value.__cause__.__cause__, ValueError)
+        assert "training has ended" in str(raised.value)
+        assert isinstance(raised.value.__cause__, StepError)
+        assert isinstance(raised.value.__cause__.__cause__, ValueError)
         state = pair.module.state_dict()
         assert all(value.isfinite().all() for value in state.values())
         assert same_weights(state, before) is not late
