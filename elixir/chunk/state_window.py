@@ -173,11 +173,6 @@ class StateWindow:
         self._lane.submit(write, writes=[buffer, states.on_disk], nbytes=nbytes)
         self._counts.disk_written_bytes += nbytes
 
-    def settle(self) -> None:
-        """Waits until all states are back on the disk, or cannot be: see `lost`."""
-        self.flush()
-        self._lane.drain()  # buffers and extents may be read or written by anybody after this
-
     # --- between steps ---------------------------------------------------------------------------------------------
 
     def bring_in(self, states: StoredStates) -> None:

@@ -142,7 +142,7 @@ def window(draw: random.Random) -> list[Any]:
                     with chunk.in_memory(), it.chunks[(index + 1) % 3].in_memory():
                         pass
                 elif what == "settle":
-                    it.window.settle()
+                    it.settle()
                 else:
                     with chunk.in_memory(write=what == "write"):
                         error = str([masters.unique().tolist(), chunk.is_at_hand])
@@ -152,7 +152,7 @@ def window(draw: random.Random) -> list[Any]:
                 error = str(raised)
             seen = [chunk.is_at_hand, masters.isnan().all().item() if what != "step" else None, list(it.submitted)]
             found.append([what, error, *seen, it.arena.parts("host"), it.arena.parts("disk")])
-        it.window.settle()
+        it.settle()
         found += [it.log, it.moved(), it.values(), str(it.window.lost), it.arena.peak_bytes]
         adam.close()
         later = Arena(CPU)

@@ -82,6 +82,11 @@ class Window:
                 found.append(value)
         return found
 
+    def settle(self) -> None:
+        """Waits until all states are back on the disk, or cannot be."""
+        self.window.flush()
+        self.lane.drain()
+
     def close(self) -> None:
         for chunk in self.chunks:
             chunk.give_back()
@@ -94,7 +99,7 @@ def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) ->
     for index in range(3):
         it.step(index, lambda index=index: it.masters[index].add_(10 + it.states[index]), adam)
     it.window.flush()
-    it.window.settle()
+    it.settle()
     order = ["fill 0", "fill 1", "store 0", "fill 2", "store 1", "store 2"]
     assert [what for what, _ in it.log] == order
     assert it.submitted == [2 * BLOCK] * 6
@@ -114,7 +119,7 @@ def test_a_chunk_that_is_stepped_again_is_written_before_it_is_read(tmp_path: Pa
     it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
     for _ in range(2):
         it.step(0, lambda: it.masters[0].add_(1), adam)
-    it.window.settle()
+    it.settle()
     assert [what for what, _ in it.log] == ["fill 0", "store 0", "fill 0", "store 0"]
     assert it.values() == [2.0, 1.0, 2.0]
     it.close()
@@ -127,7 +132,7 @@ def test_states_that_are_still_to_be_written_count_as_read_next(tmp_path: Path) 
     for _ in range(2):
         it.step(0, gate.wait, adam)
     gate.set()
-    it.window.settle()
+    it.settle()
     assert it.moved() == (3 * BLOCK, 4 * BLOCK)
     it.close()
     adam.close()
@@ -194,7 +199,7 @@ def test_a_step_that_fails_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
 
     it.step(0, lambda: it.masters[0].add_(1), adam)
     it.step(1, fails, adam)
-    it.window.settle()
+    it.settle()
     assert [what for what, _ in it.log] == ["fill 0", "fill 1", "store 0"]
     assert it.masters[1].isnan().all()
     assert [ticket.error is None for ticket in it.chunks[1].on_disk.users] == [False]
@@ -211,7 +216,7 @@ def test_a_disk_that_fails_stops_all_further_steps(tmp_path: Path) -> None:
     ran: list[int] = []
     for index in range(3):
         it.step(index, lambda index=index: ran.append(index), adam)
-    it.window.settle()
+    it.settle()
     assert isinstance(it.window.lost, DiskError)
     assert [what for what, _ in it.log].count("store 0") == 1
     assert "store 2" not in [what for what, _ in it.log]
@@ -262,7 +267,7 @@ def test_a_step_that_fails_after_states_have_come_leaves_what_was_on_the_disk(tm
         raise MemoryError("made by a test")
 
     it.step(1, work, adam)
-    it.window.settle()
+    it.settle()
     assert it.arena.parts("disk") == before
     with chunk.in_memory():
         assert (it.masters[1] == 1.0).all()
