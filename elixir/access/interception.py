@@ -511,8 +511,8 @@ def _announce(
         known = any(parameter is other for other in parameters)
         if not known and (parameter is item or not listener.holds(parameter)):
             parameters.append(parameter)
-    if parameters:
-        held.append((listener, listener.used(parameters, name)))
+    if parameters and (pins := listener.used(parameters, name)):  # seldom: modules and nodes keep theirs
+        held.append((listener, pins))
     for item in found:
         if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
             listener.used_through(_parameter_of(item))

@@ -26,8 +26,9 @@ class Log:
         self.tracks, self.claims_saved = False, True
         self.held: nn.Parameter | None = None
 
-    def used(self, parameters: list[nn.Parameter], function: str) -> None:
+    def used(self, parameters: list[nn.Parameter], function: str) -> tuple[int, ...]:
         self.heard.append(("used", (tuple(self.names[id(p)] for p in parameters), function)))
+        return ()
 
     def writes(self, parameters: list[nn.Parameter], function: str, *, of_weights: bool) -> None:
         self.heard.append(("writes", (tuple(self.names[id(p)] for p in parameters), function)))
