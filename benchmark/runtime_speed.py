@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,9 @@ def _accesses(model: Any, fetches: Sequence[str], rounds: int) -> tuple[list[lis
     """Seconds of a streamed step for each way of fetching, then plain PyTorch's; and the reads of weights in one."""
     import torch
 
+    from elixir.hardware.profile import preset
     from elixir.search import simple_search
+    from elixir.tracer.trace import trace_step
     from elixir.wrapper import ElixirModule
 
     x = torch.randn(2, 4)
@@ -248,11 +251,14 @@ def _accesses(model: Any, fetches: Sequence[str], rounds: int) -> tuple[list[lis
     def run(model: Any, inp: Any) -> None:
         model(inp["input"]).sum().backward()
 
-    common = {"shard_device": "cpu", "inp": {"input": x}, "step_fn": run, "hardware": "cpu"}
+    trace = trace_step(model, {"input": x}, run, hardware=preset("cpu"), optimizer=None)
     modules = []
     for fetch in fetches:
-        plan = simple_search(model, 1, 20, 1.0, fetch=fetch, **common).plan
-        assert bool(plan.step.fetched_whole) == (fetch == "units")
+        as_one = fetch == "units"
+        units = tuple(replace(unit, fetch="either" if as_one else "parameters") for unit in trace.units)
+        step = replace(trace, step=replace(trace.step, units=units))
+        plan = simple_search(step, 1, 20, 1.0, shard_device="cpu", hardware="cpu").plan
+        assert bool(plan.step.fetched_whole) == as_one
         modules.append(ElixirModule(copy.deepcopy(model), plan, device="cpu"))
     module, plain = modules[0], copy.deepcopy(model)
     uses = [0]

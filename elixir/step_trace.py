@@ -149,8 +149,8 @@ class Unit:
     with a number from its second kind on."""
     fetch: Fetch
     """``one`` for compiled units. ``parameters`` for those that write to their weights, choose among them by values (as
-    a router of experts does), checkpoint a part of themselves, keep a view of a weight when they return, or whose
-    weights others read."""
+    a router of experts does), checkpoint a part of themselves, keep a view of a weight when they return, are never
+    called themselves, or whose weights others read."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "arriving_bytes": lambda _: {},
     "parts": lambda counts: {"parts": counts} if counts else {},
     "activation_bytes": lambda _: {},
-    "fetch_wanted": lambda way: {} if way is None else {"fetch_wanted": way},
     "reserve_bytes": lambda amount: {"reserve_bytes": amount} if amount else {},
     "must_be_free": lambda _: {},
     "activations": lambda units: {} if units == [] else {"activations": units},

@@ -137,7 +137,7 @@ RUNS = (
 
 WAYS: dict[str, dict[str, Any]] = {
     "": {},
-    "units": {"fetch": "units", "split_number": 4, "allocate_factor": 0.7},
+    "units": {"split_number": 4, "allocate_factor": 0.7},
     "compiled": {"split_number": 4, "allocate_factor": 0.7},
     "one pass": {"accumulation": 4, "pass_size": 4},
     "replicas": {"replicas": 2},

@@ -53,7 +53,9 @@ def layer_units(
             kind = type(module).__name__
             classes[kind] += 1
             kinds[type(module), shapes] = kind if classes[kind] == 1 else f"{kind} {classes[kind]}"
-        fetch: Fetch = "one" if form == "compiled" else "parameters" if _needs_hooks_inside(module) else "either"
+        # A checkpoint of what the model itself does is no layer, and all its weights at once are no unit.
+        piecewise = not name or _needs_hooks_inside(module)
+        fetch: Fetch = "one" if form == "compiled" else "parameters" if piecewise else "either"
         found[module] = Unit(name, form, kinds[type(module), shapes], fetch)
     return found
 
@@ -82,12 +84,18 @@ def repeated_layers(model: nn.Module) -> dict[nn.Module, str]:
     for name, module in model.named_modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        members = {key: child for key, child in module.named_children() if next(child.parameters(), None) is not None}
+        members = {key: child for key, child in module.named_children() if _is_layer(child)}
         if len(members) > 1 and len({type(child) for child in members.values()}) == 1:
             for key, child in members.items():
                 found[child] = f"{name}.{key}" if name else key
                 inside.update(child.modules())
     return found
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it has parameters, and is no list of modules, which is never called itself."""
+    lists = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+    return next(module.parameters(), None) is not None and not isinstance(module, lists)
 
 
 def check_compile(compile: object) -> dict[str, Any] | None:

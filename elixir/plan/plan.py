@@ -55,7 +55,7 @@ class Plan(Artifact):
     """The outcome of a search, and all that a run needs to know."""
 
     artifact: ClassVar[str] = "plan"
-    schema_version: ClassVar[int] = 32
+    schema_version: ClassVar[int] = 33
     printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
     remake_hint: ClassVar[str] = "plan it anew with `elixir plan`"
 
@@ -142,8 +142,6 @@ class Plan(Artifact):
     """Replicas of the model, each sharded over as many neighbouring ranks; they sum their gradients."""
     pass_size: Positive = 1
     """Micro-batches that go through a checkpointed unit before the next one's weights are fetched: those of a pass."""
-    fetch_wanted: Literal["parameters", "units", None] = None
-    """How the search was asked to have weights fetched; None: as it found best."""
     reserve_bytes: Count = 0
     """Host memory that the program takes later in each process, as the search was asked to leave free."""
 

@@ -35,8 +35,7 @@ from elixir.search.propose.judge import Outcome
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
 from elixir.search.propose.shortage import every_family, lacks_device, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.propose.units_as_one import with_units_as_one
-from elixir.search.propose.variants import fastest, variants
+from elixir.search.propose.variants import PIECEWISE_WORTHWHILE, fastest, variants, with_units_as_one
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest, check_count
@@ -116,19 +115,22 @@ def _planned(
     if say:
         _say(question, setting, budgets)
     # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
-    spaces = [space_of(each, matrices=setting.matrices) for each in asked]
+    spaces = [[space_of(way, matrices=setting.matrices) for way in with_units_as_one(each)] for each in asked]
     requests = [each.request for each in asked]
     nearest: list[int] = []
 
     def within(budgets: Budgets) -> Plan | None:
-        ways = [_Way(space, budgets, request, briefly) for space, request in zip(spaces, requests, strict=True)]
-        best = fastest(ways, (_Way.compute_s, _Way.floor_s, _Way.nominal_s, _Way.plan_s))
+        ways = [
+            _Variant([_Way(space, budgets, request, briefly) for space in each])
+            for each, request in zip(spaces, requests, strict=True)
+        ]
+        best = fastest(ways, (_Variant.compute_s, _Variant.floor_s, _Variant.nominal_s, _Variant.plan_s))
         return None if best is None else best.plan
 
     plan = _in_machine(within, budgets, question, nearest)
     if plan is None and budgets.device_slack_bytes:
         plan = _in_machine(within, budgets.with_slack(), question, nearest)
-    return _Found(plan, spaces[0], min(nearest, default=None))
+    return _Found(plan, spaces[0][-1], min(nearest, default=None))
 
 
 def _say(question: Question, setting: Setting, budgets: Budgets) -> None:
@@ -260,7 +262,7 @@ def plan_in(space: SearchSpace, budgets: Budgets, request: SearchRequest) -> Pla
 
 @dataclass(eq=False)
 class _Way:
-    """One variant of a step, looked at closer and closer. Seconds are infinite where nothing fits."""
+    """One variant of a step, with its units fetched in one way. Seconds are infinite where nothing fits."""
 
     space: SearchSpace
     budgets: Budgets
@@ -268,10 +270,6 @@ class _Way:
     briefly: bool = False
     """Look no further than at the sizes that are tried first."""
     _made: dict[tuple[Setting, int], ShapeSearch] = field(default_factory=dict)
-
-    def compute_s(self) -> float:
-        """Seconds of compute alone."""
-        return self.space.cost.compute_s
 
     def floor_s(self) -> float:
         """The least floor of all shapes of the sizes that are tried first."""
@@ -317,11 +315,40 @@ class _Way:
                     yield self._made[key]
 
 
+@dataclass(eq=False)
+class _Variant:
+    """One variant of a step, looked at closer and closer."""
+
+    ways: Sequence[_Way]
+    """Ways to fetch its units, the preferred one first."""
+
+    def compute_s(self) -> float:
+        """Seconds of compute alone."""
+        return self.ways[0].space.cost.compute_s
+
+    def floor_s(self) -> float:
+        """The least floor of all ways."""
+        return min(way.floor_s() for way in self.ways)
+
+    def nominal_s(self) -> float:
+        """Seconds of the fastest plan at the rates of the machine, in the way that is chosen."""
+        return self._chosen.nominal_s()
+
+    def plan_s(self) -> float:
+        """Seconds of the plan."""
+        return self._chosen.plan_s()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None where nothing fits."""
+        return self._chosen.plan
+
+    @cached_property
+    def _chosen(self) -> _Way:
+        return fastest(self.ways, (_Way.floor_s, _Way.nominal_s), PIECEWISE_WORTHWHILE) or self.ways[-1]
+
+
 def _plan_of(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
-    # Units whose activations are planned run inside of checkpoints that the trace has not seen as their own.
-    able = space.trace.pass_size == 1 and not space.trace.step.activations
-    if request.fetch != "parameters" and able:
-        space, outcome = with_units_as_one(space, outcome, wanted=request.fetch == "units")
     return to_plan(space, outcome, budgets, request)
 
 
@@ -346,22 +373,25 @@ def simple_plan(
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
     limits: dict[str, Any] = {} if request.device_memory is not None else {"device_memory": LARGEST_BYTES}
     limits |= {} if request.gives_host else {"host_budget": LARGEST_BYTES}
-    # By hand, nothing is chosen that was not asked for.
-    request = replace(request, fetch=request.fetch or "parameters")
     matrices = setting_for(trace, hardware, request).matrices  # a pass does not say what an embedding looks up
     trace = pass_trace(trace, request.sizes[-1])
     setting = replace(setting_for(trace, hardware, request), matrices=matrices)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))
-    space = SearchSpace(trace, hardware, setting)
-    size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
-    homes = shard_device if request.placement == "auto" else request.placement
-    family = families(space, budgets, [size], homes)[0]
-    streamed = family.placement.resident.count(False)
-    depth = PREFETCH_DEPTH if request.overlap else 0
-    blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
-    candidate = weigh(family.model, family.placement, blocks, depth, space.cost)
+
+    def way(question: Question) -> tuple[SearchSpace, Candidate]:
+        space = SearchSpace(question.trace, hardware, setting)
+        size = max(space.table.largest_bytes, -(-space.table.total_bytes // split_number))
+        homes = shard_device if request.placement == "auto" else request.placement
+        family = families(space, budgets, [size], homes)[0]
+        streamed = family.placement.resident.count(False)
+        depth = PREFETCH_DEPTH if request.overlap else 0
+        blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
+        return space, weigh(family.model, family.placement, blocks, depth, space.cost)
+
+    ways = [way(each) for each in with_units_as_one(Question(trace, hardware, request))]
+    space, candidate = next((each for each in ways if _fits(each[1], budgets)), ways[-1])
     possible, nearest = _scenarios(space, request), list[int]()
 
     def within(budgets: Budgets) -> Plan | None:

@@ -22,7 +22,6 @@ from elixir.search.problem.from_plan import packed_step_of, placement_of, settin
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.request import FetchChoice
 from elixir.search.simulator.rates import adam_share, out_of_place_share
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
@@ -210,7 +209,7 @@ def correct(
     what = f"step {seen.step_s:.4g} s where {predicted.seconds['total']:.4g} s was predicted"
     if not keeps:
         what += f"; of the early updates {seen.early.kept:.0%} were kept, so none are planned"
-    found = replace(found, weight_files=plan.weight_files, fetch_wanted=plan.fetch_wanted)
+    found = replace(found, weight_files=plan.weight_files)
     if found.chunks == plan.chunks and found.block_count == plan.block_count:
         return Correction(None, f"{what}; the plan stays the best")
     if over:
@@ -243,8 +242,7 @@ def _too_full(seen: int, predicted: int, budget: int) -> bool:
 def _best_with_packing(space: SearchSpace, budgets: Budgets, plan: Plan, optimizer: str) -> Plan | None:
     """The plan of the same chunks that answers the question of `plan`, scenarios included."""
     asked = Answer.of(plan, space.trace, space.hardware).question.request
-    fetch: FetchChoice = "units" if plan.step.fetched_whole else "parameters"
-    request = replace(asked, optimizer_type=optimizer, chunks_of=plan, fetch=fetch)
+    request = replace(asked, optimizer_type=optimizer, chunks_of=plan)
     try:
         return plan_in(space, budgets, request)
     except (PlanError, InputError):  # nothing fits, or no chunk size makes these chunks, which were made by hand

@@ -23,7 +23,6 @@ HomeChoice = Literal["auto", "cuda", "cpu"]
 SearchName = Literal["optimal", "minimum_waste"]
 Assumption = Literal["scenarios", "nominal"]
 ActivationChoice = Literal["auto", None]
-FetchChoice = Literal["parameters", "units", None]
 Size = str | int | None
 """Bytes, or text such as ``"80GiB"``."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -100,11 +99,6 @@ class SearchRequest:
     pass_size: int | Literal["auto"] = 1
     """Micro-batches that go through each layer before the next layer's weights are fetched, with
     `ElixirOptimizer.accumulate`; it divides `accumulation`. ``auto``: the fastest power of two, or all of them."""
-    fetch: FetchChoice = None
-    """``parameters``: each weight is fetched when it is read. ``units``: layers that read all their weights are fetched
-    as one, since the runtime intercepts a layer once and not each of its weights, where the plan then moves no more
-    bytes, needs no more memory and is slower by no more than that saves (`elixir.search.propose.units_as_one`). None:
-    a search does so where it makes no scenario slower at all, a plan by hand nowhere."""
     activations: ActivationChoice = None
     """``auto``: the search chooses for each unit which results of its forward are kept for backward, and which are made
     again, together with the homes of chunks (`elixir.step_trace.UnitActivations`). It takes the model, or a trace that
@@ -128,7 +122,6 @@ class SearchRequest:
             "search": SearchName,
             "assume": Assumption,
             "frozen_weights": FrozenHome,
-            "fetch": FetchChoice,
             "activations": ActivationChoice,
         }
         for name, kind in choices.items():
@@ -153,11 +146,6 @@ class SearchRequest:
                     f"{reserve!r}, or leave out {name} to keep that much back of what is there"
                 )
         self._check_kept()
-        if self.fetch == "units" and (self.activations is not None or self.pass_size != 1):
-            raise InputError(
-                "fetch='units' goes neither with activations= nor with pass_size=, under which layers are fetched as "
-                "they run; leave it out"
-            )
         for name in ("clipping", "early_updates"):
             wanted = getattr(self, name)
             if wanted is not None and not isinstance(wanted, bool):

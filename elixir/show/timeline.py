@@ -13,7 +13,6 @@ from elixir.artifact import write_atomically
 from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan
 from elixir.search.problem.from_plan import packed_step_of, trace_under
-from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation
 from elixir.show import style
@@ -243,7 +242,7 @@ def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Ev
 def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
     """Highest live bytes of the accesses of each entry of the plan's order."""
     entries, live, entry, use = packed_step_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
-    for access in joined_trace(trace_under(plan, trace), plan.step.fetched_whole).accesses:
+    for access in trace_under(plan, trace).accesses:
         if access.parameters:
             entry, use = entries[use], use + 1
         live[entry] = max(live[entry], access.live_bytes)

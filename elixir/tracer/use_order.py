@@ -391,6 +391,7 @@ class UseOrder(AccessListener):
             units: names of all units.
         """
         found = {enclosing(module, units) for module in self._choosing} | (self._keeping & {*units})
+        found |= {*units} - self.ran.keys()  # other code calls what is inside
         # A checkpoint of a part of a unit runs that part again, without what a unit does when it runs.
         found.update(
             unit for names in self._recomputed.values() for name in names if (unit := enclosing(name, units)) != name

@@ -136,6 +136,12 @@ def layered_step(layers: Layers, *, trained: bool = True, adapters: bool = False
     )
 
 
+def taken_piecewise(trace: StepTrace) -> StepTrace:
+    """The step with layers whose weights can only be fetched when they are read."""
+    units = tuple(replace(unit, fetch="parameters") for unit in trace.units)
+    return replace(trace, step=replace(trace.step, units=units))
+
+
 def compiled_step(layers: Layers) -> StepTrace:
     """The trace of a step whose layers, which are ``plain`` otherwise, are compiled."""
     trace = layered_step(replace(layers, form="plain"))

@@ -13,7 +13,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Form, StepTrace
 from elixir.units import GIB
-from tests.common.layered_steps import layered_step, some_layers
+from tests.common.layered_steps import layered_step, some_layers, taken_piecewise
 from tests.common.samples import make_hardware
 from tests.common.small_searches import small_trace
 
@@ -106,7 +106,7 @@ def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, 
             machine,
             options | {"optimizer_type": None, "accumulation": 1, "pass_size": 1, "moments": "float32"},
         )
-    options["fetch"] = draw.choice((None, "parameters", "units"))
+    trace = trace if draw.choice((True, False, True)) else taken_piecewise(trace)
     if draw.random() < 0.25:
         options |= {"optimizer_type": "Muon + AdamW", "moments": "float32"}
     if draw.random() < 0.2:
@@ -114,14 +114,11 @@ def layered(draw: random.Random) -> tuple[StepTrace, HardwareProfile, dict[str, 
     if draw.random() < 0.2:
         options["reserve"] = 10**8
     if form == "checkpointed":
-        options |= {"fetch": None, "accumulation": 4, "pass_size": draw.choice((1, 2, "auto", "auto"))}
+        options |= {"accumulation": 4, "pass_size": draw.choice((1, 2, "auto", "auto"))}
     elif "pass_size" in options:
         options["pass_size"] = 1
     if trace.forwards and draw.random() < 0.7:
-        asked_for = {name: value for name, value in options.items() if name != "asked"} | {
-            "pass_size": 1,
-            "fetch": None,
-        }
+        asked_for = {name: value for name, value in options.items() if name != "asked"} | {"pass_size": 1}
         request = SearchRequest.of(options["asked"], **asked_for)
         trace = trace_that_keeps(StepQuestion(model=trace), machine, request, exact=False)
     return trace, machine, options

@@ -93,7 +93,6 @@ class Answer:
             clipping=plan.clipping and not overflow_only,
             assume=plan.assume,
             replicas=plan.replicas,
-            fetch=plan.fetch_wanted,
             reserve=plan.reserve_bytes or None,
         )
         return cls(plan, Question(trace, hardware, request))

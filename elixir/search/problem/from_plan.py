@@ -16,11 +16,12 @@ from elixir.units import dtype_bytes
 
 
 def trace_under(plan: Plan, trace: StepTrace) -> StepTrace:
-    """The step as it runs under a plan: in passes, with inputs of layers on the host if the search put them there."""
+    """The step as it runs under a plan: its units fetched as the plan says, in passes, with the inputs of layers on the
+    host if the search put them there."""
     moving = [each.unit for each in plan.step.activations if each.swap]
     if plan.pass_size > 1 and trace.pass_size == 1 and not trace.step.swap_bytes:
         trace = with_inputs_on_host(trace, moving)
-    return pass_trace(trace, plan.pass_size)
+    return joined_trace(pass_trace(trace, plan.pass_size), plan.step.fetched_whole)
 
 
 def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
@@ -34,7 +35,7 @@ def packed_step_of(plan: Plan, trace: StepTrace) -> PackedStep:
             f"the plan is for {plan.model_name} ({plan.model_fingerprint}), the trace of {trace.model_name} "
             f"({trace.model_fingerprint}); simulate the trace that the plan was made from"
         )
-    trace = joined_trace(trace_under(plan, trace), plan.step.fetched_whole)
+    trace = trace_under(plan, trace)
     index_of = {param.name: index for index, param in enumerate(trace.parameters)}
     chunks = []
     for number, chunk in enumerate(plan.chunks):

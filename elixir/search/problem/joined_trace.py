@@ -21,6 +21,8 @@ def joined_trace(trace: StepTrace, names: Collection[str]) -> StepTrace:
     refused = {*names} - {unit.name for unit in trace.units if unit.fetch != "parameters"}
     if refused:
         raise InputError(f"{sorted(refused)[0]} is no unit of {trace.model_name} that can be fetched as one")
+    if not wanted:
+        return trace
     members: dict[str, list[int]] = {name: [] for name in wanted}
     for index, param in enumerate(trace.parameters):
         for unit in dict.fromkeys(enclosing(name, wanted) for name in (param.name, *param.aliases)):
@@ -36,7 +38,7 @@ def joined_trace(trace: StepTrace, names: Collection[str]) -> StepTrace:
         accesses[run.first : run.last + 1] = [replace(access, parameters=()) for access in inside]
         accesses[run.first] = replace(
             inside[0],
-            parameters=tuple(dict.fromkeys([*members[name], *read])),
+            parameters=tuple(dict.fromkeys([*read, *members[name]])),
             pin_until=max(run.last, *(access.pin_until for access in inside)),
         )
     units = tuple(replace(unit, fetch="one") if unit.name in wanted else unit for unit in trace.units)

@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from elixir.plan.activations import passes_together
+from elixir.plan.plan import plan_of
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.question import Question
 
 WORTHWHILE = 1.01
 """Larger passes, moved inputs, and more replicas must be faster by more than this factor."""
+PIECEWISE_WORTHWHILE = 1.01
+"""The same factor for weights that are fetched one by one: predictions lack the time to intercept each read."""
 Way = TypeVar("Way")
 
 
@@ -36,6 +40,19 @@ def variants(question: Question, *, moves: bool) -> list[Question]:
         moving = question._replace(trace=with_inputs_on_host(trace, units[:count]))
         found += [_passing(moving, size, replicas) for replicas in _divisions(question) for size in sizes]
     return found
+
+
+def with_units_as_one(question: Question) -> tuple[Question, ...]:
+    """The question with all units that may be fetched as one, which is preferred, and as it is: the runtime intercepts
+    every read of a streamed weight, and a layer that is fetched as one once."""
+    trace, kept = question.trace, question.request.chunks_of
+    if kept is not None:  # they were packed in the order in which the step then fetches
+        return (question._replace(trace=joined_trace(trace, plan_of(kept).step.fetched_whole)),)
+    able = [unit.name for unit in trace.units if unit.fetch == "either"]
+    # Units whose activations are planned run inside of checkpoints that the trace has not seen as their own.
+    if not able or trace.pass_size > 1 or trace.step.activations:
+        return (question,)
+    return question._replace(trace=joined_trace(trace, able)), question
 
 
 def _passing(question: Question, size: int, replicas: int) -> Question:

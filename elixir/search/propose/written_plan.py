@@ -88,7 +88,6 @@ def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: Sea
         replicas=space.setting.replicas,
         pass_size=trace.pass_size,
         assume=request.assume,
-        fetch_wanted=request.fetch,
         reserve_bytes=parse_bytes(request.reserve or 0),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ def plan_for_all(group: Group, plan: Plan) -> Plan:
         InputError: the plans differ for another reason, or no rank's plan fits. All ranks raise the same.
     """
     asked = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _FOUND}
+    asked["step"] = replace(plan.step, units=())  # which a search fetches as one or not
     peaks = {"device": plan.predicted.device_peak_bytes, "host": plan.predicted.host_peak_bytes}
     answers = group.exchange("budgets", (plan.fingerprint, asked, peaks))
     for rank, (name, theirs, _) in enumerate(answers):

@@ -28,7 +28,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
-from tests.common.layered_steps import compiled_step, layered_step, some_layers
+from tests.common.layered_steps import compiled_step, layered_step, some_layers, taken_piecewise
 from tests.common.situations import made_up_machine, situation
 from tests.unit.search import test_recorded_plans as recorded_plans
 from tests.unit.search.test_recorded_plans import rounded
@@ -93,8 +93,8 @@ def by_hand(draw: random.Random, name: str) -> dict[str, Any]:
     trace = replace(trace, step=replace(trace.step, units=units))
     request, found = SearchRequest.of(options.pop("asked"), **options), list[Any]()
     for _ in range(8):
-        if request.pass_size == 1:
-            request = replace(request, fetch=draw.choice((None, "parameters", "units")))
+        if draw.choice((False, True, True)):
+            trace = taken_piecewise(trace)
         memory = {
             "device_memory": draw.choice((None, None, trace.activation_peak_bytes + int(trace.param_bytes * 1.2))),
             "host_budget": draw.choice((None, None, trace.param_bytes)),

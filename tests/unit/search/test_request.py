@@ -41,8 +41,6 @@ from tests.common.synthetic_trace import stack_trace
         ({"device_memory": "1GiB", "device_reserve": 0}, InputError, "taken as given"),
         ({"clipping": "yes"}, InputTypeError, "clipping must be"),
         ({"replicas": 0}, InputError, "replicas must be 1 or larger"),
-        ({"fetch": "units", "activations": "auto"}, InputError, "fetch='units' goes neither"),
-        ({"fetch": "units", "pass_size": "auto", "accumulation": 4}, InputError, "fetch='units' goes neither"),
     ],
 )
 def test_what_makes_no_sense_is_refused_when_it_is_asked(

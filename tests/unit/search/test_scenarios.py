@@ -241,13 +241,9 @@ def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Pla
 
 
 @pytest.mark.slow
-def test_a_plan_from_a_file_says_how_weights_were_to_be_fetched_and_what_the_program_takes(
-    stack: StepTrace, short_bytes: int
-) -> None:
-    plan = Plan.from_json(planned(stack, short_bytes, fetch="parameters", reserve="3MiB").to_json())
-    answer = Answer.of(plan, stack, MACHINE)
-    assert (answer.question.request.fetch, answer.process_need.parts["reserve"]) == ("parameters", 3 * MIB)
-    assert Answer.of(planned(stack, short_bytes, assume="scenarios"), stack, MACHINE).question.request.fetch is None
+def test_a_plan_from_a_file_says_what_the_program_takes(stack: StepTrace, short_bytes: int) -> None:
+    plan = Plan.from_json(planned(stack, short_bytes, reserve="3MiB").to_json())
+    assert Answer.of(plan, stack, MACHINE).process_need.parts["reserve"] == 3 * MIB
 
 
 def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:

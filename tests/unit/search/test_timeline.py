@@ -127,7 +127,7 @@ def test_a_counter_shows_device_memory_up_to_the_peak(simulated: tuple[Simulatio
 
 def test_a_counter_shows_device_memory_of_layers_that_are_fetched_as_one() -> None:
     trace = cpu_trace(Stack(), INP, sum_step)
-    request = SearchRequest(world_size=1, fetch="units")
+    request = SearchRequest(world_size=1)
     plan = simple_plan(trace, CPU, request, split_number=12, allocate_factor=1.0, shard_device="cpu")
     assert plan.step.fetched_whole
     events = chrome_trace(simulate_step(plan, trace, CPU), plan, trace)["traceEvents"]

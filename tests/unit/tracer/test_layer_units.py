@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
-from elixir.models.layer_units import layer_units
+from elixir.models.layer_units import layer_units, repeated_layers
 from elixir.search.problem.joined_trace import joined_trace
 from elixir.step_trace import Result, StepShape, StepTrace, Unit, UnitActivations
 from tests.common.tracing import cpu_trace, sum_step
@@ -185,6 +185,25 @@ def test_layers_that_others_read_are_fetched_by_parameter() -> None:
     assert [unit.fetch for unit in cpu_trace(tied, INP, sum_step).units] == ["either", "parameters", "either"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 2)
     assert fetches(nn.ModuleDict({"a": encoder})["a"]) == {"parameters"}
+
+
+class CallsParts(test_units_as_one.Stack):
+    """Calls what its layers consist of, and never a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = layer.down(layer.up(x))
+        return x
+
+
+def test_layers_that_are_never_called_are_fetched_by_parameter() -> None:
+    assert fetches(CallsParts()) == {"parameters"}
+
+
+def test_a_list_inside_of_a_list_is_no_layer() -> None:
+    model = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+    assert list(repeated_layers(model).values()) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:

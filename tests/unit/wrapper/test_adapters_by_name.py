@@ -19,6 +19,7 @@ from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe
 from elixir.models.step import default_step, input_to_trace
+from elixir.search.problem.joined_trace import joined_trace
 from elixir.search.question import StepQuestion
 from elixir.tracer.trace import trace_step
 from tests.common.parity import assert_as_planned, take_step
@@ -119,6 +120,7 @@ def test_a_plan_needs_neither_library_and_is_traced_again(tmp_path: Path, monkey
     made = elixir.Plan.load(plan)
     assert (made.step.lora, made.step.quantised) == (8, "nf4-double")
     again = StepQuestion.again(made).trace(preset("rtx4090"))  # as `elixir explain` does
+    again = joined_trace(again, made.step.fetched_whole)
     assert (again.model_fingerprint, again.step) == (made.model_fingerprint, made.step)
 
 

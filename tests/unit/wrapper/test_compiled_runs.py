@@ -25,6 +25,7 @@ from elixir.wrapper.run_options import Debug
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, adamw, assert_as_planned, case, mixed
 from tests.common.twins import step_alike
+from tests.unit.wrapper import test_units_as_one
 from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
 
 POISON = Debug(poison=True)
@@ -75,7 +76,8 @@ def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.L
 
 def test_a_layer_compiled_after_wrapping_that_finds_no_room_is_refused() -> None:
     it = case("llama")
-    with Pair(it, plan_of(it, "streamed"), debug=POISON) as pair:
+    plan = test_units_as_one.plan_of(it, piecewise=True, split_number=8, allocate_factor=0.01)
+    with Pair(it, plan, debug=POISON) as pair:
         pair.train(1)
         compiled(it.model)
         with pytest.raises(InputError, match=r"all its weights are 5 chunks, and the plan has 2 blocks"):

@@ -139,7 +139,7 @@ def in_homes(folder: Path, kind: str) -> Interrupted:
     plans: dict[str, Callable[[], Plan]] = {
         "mixed": lambda: make_plan(it, "mixed", split_number=2),
         "early": lambda: updating_early(it, "streamed", split_number=2),
-        "units": lambda: make_plan(it, "streamed", split_number=2, fetch="units"),
+        "units": lambda: make_plan(it, "streamed", split_number=2),
         "disk": lambda: on_disk(make_plan(it, "streamed", split_number=2)),
     }
     where = {"disk_folder": str(folder)} if kind == "disk" else {}

@@ -72,8 +72,7 @@ def plan_that_keeps(it: Case, kept: str, request: SearchRequest | None = None, *
 @pytest.mark.parametrize(("name", "own", "kept", "mode"), sorted(_EVERY, key=_FIRST.__ne__))
 def test_same_bits_and_loads_as_planned(name: str, own: str, kept: str, mode: str) -> None:
     it = made(name, own)
-    request = SearchRequest(world_size=1, optimizer_type="AdamW", fetch="units")
-    plan = plan_that_keeps(it, kept, request)
+    plan = plan_that_keeps(it, kept)
     assert Plan.from_json(plan.to_json()) == plan
     with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
         pair.train(4)

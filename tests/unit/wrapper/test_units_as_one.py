@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,9 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.weight_uses import WeightUses
 from tests.common import inside
+from tests.common.layered_steps import taken_piecewise
 from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, mixed, square_loss
+from tests.common.tracing import cpu_trace
 from tests.unit.wrapper.test_compiled_layers import CHECKPOINTS, train
 
 FAMILIES = ("opt", "gpt2", "llama", "bert", "t5", "vit", "mixtral")
@@ -36,19 +37,21 @@ _EVERY = [
 _FIRST = ("llama", "non-reentrant", "streamed")
 
 
-def plan_of(it: Case, fetch: str, **options: Any) -> Plan:
+def plan_of(it: Case, *, piecewise: bool = False, **options: Any) -> Plan:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         it.loss(model, inp).backward()
 
     options = {"split_number": 12, "allocate_factor": 1.0, "shard_device": "cpu", "hardware": "cpu"} | options
-    return simple_search(it.model, 1, inp=it.inp, step_fn=step, fetch=fetch, **options).plan
+    if piecewise:
+        return simple_search(taken_piecewise(cpu_trace(it.model, it.inp, step)), 1, **options).plan
+    return simple_search(it.model, 1, inp=it.inp, step_fn=step, **options).plan
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "form", "mode"), sorted(_EVERY, key=_FIRST.__ne__))
 def test_same_bits_and_loads_as_planned(name: str, form: str, mode: str) -> None:
     it = case(name, form)
-    plan = plan_of(it, "units")
+    plan = plan_of(it)
     joined = [unit.name for unit in plan.step.units if unit.fetch == "one"]
     assert bool(joined) == (name != "mixtral")  # its layers choose experts
     with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
@@ -70,7 +73,7 @@ def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
 
     torch.manual_seed(0)
     it = Case(Checkpointed(), INP, square_loss)
-    plan = plan_of(it, "units")
+    plan = plan_of(it)
     assert [unit.fetch for unit in plan.step.units] == ["one"] * 3
     with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
         pair.train(4)
@@ -90,16 +93,9 @@ def uses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def test_a_unit_is_announced_once_and_pinned_through_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("llama")
-    plan = plan_of(it, "units")
-    by_parameter = plan_of(it, "parameters")
+    plan = plan_of(it)
+    by_parameter = plan_of(it, piecewise=True)
     assert len(plan.order) < len(by_parameter.order)
-    assert (plan.chunks, plan.block_count) == (
-        tuple(
-            replace(chunk, grad_entry=other.grad_entry)
-            for chunk, other in zip(by_parameter.chunks, plan.chunks, strict=True)
-        ),
-        by_parameter.block_count,
-    )
     seen = uses_of(monkeypatch)
     model = ElixirModule(it.model, plan, device="cpu")
     loss = it.loss(model, it.inp)
@@ -167,7 +163,7 @@ INP = {"x": torch.ones(2, 4)}
 @pytest.mark.parametrize("mode", ["streamed", "mixed"])
 def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Case(Stack(), INP, square_loss)
-    plan = plan_of(it, "units")
+    plan = plan_of(it)
     model = ElixirModule(it.model, mixed(plan) if mode == "mixed" else plan, device="cpu", debug=Debug(poison=True))
     optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
     train(it, model, optimizer, 1)
@@ -210,7 +206,7 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
 
     scripted: Any = {model.layers[0]: script(model.layers[2].up) for model in (it.model, plain)}
     seen = uses_of(monkeypatch)
-    model = ElixirModule(it.model, plan_of(it, "units", allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
+    model = ElixirModule(it.model, plan_of(it, allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
     assert len(model.plan.step.fetched_whole) == 3
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
     optimizer, forward = ElixirOptimizer(model, optimizers[1]), Layer.forward
@@ -230,7 +226,7 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
 @pytest.mark.parametrize("form", CHECKPOINTS[1:])
 def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
     it = case("llama")
-    plain, plan = copy.deepcopy(it.model), plan_of(it, "units")
+    plain, plan = copy.deepcopy(it.model), plan_of(it)
     model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (plain, model)]
     optimizer = ElixirOptimizer(model, optimizers[1])
