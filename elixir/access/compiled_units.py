@@ -1,8 +1,8 @@
-"""Compiled modules as units: their weights are used as one, and nothing of the interception runs inside."""
+"""Modules that were given to torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access.placeholders import unmarked
 from elixir.errors import InputError
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was given to torch.compile, by ``module.compile()`` or as ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or _replaces(module)
+    call = module._compiled_call_impl
+    return getattr(call, "is_compiled", call is not None) or _replaces(module)  # a `ModuleCall` knows it
 
 
 def _replaces(module: nn.Module) -> bool:
@@ -135,8 +135,7 @@ class RecomputedCall:
     """The call of a compiled module all of whose forward runs again in backward.
 
     Args:
-        call: runs the module compiled; who listens to the module puts a call in its place that announces the weights,
-            so that they come for the second run as well.
+        call: runs the module compiled; a `ModuleCall` takes its place, so that weights come for the second run as well.
         run: calls a function in a checkpoint.
     """
 
@@ -149,85 +148,3 @@ class RecomputedCall:
     def get_compiler_config(self) -> Any:
         """Answers as the result of `torch.compile` does."""
         return getattr(self.call, "get_compiler_config", lambda: None)()
-
-
-class OrdinaryWeights:
-    """The tracked parameters of a unit, which announce nothing while it runs: all of them are used when it begins.
-
-    Args:
-        members: the parameters, each once, and their classes meanwhile.
-        use: announces them.
-    """
-
-    def __init__(
-        self, members: Sequence[tuple[nn.Parameter, type]], use: Callable[[list[nn.Parameter]], object]
-    ) -> None:
-        self._parameters = [parameter for parameter, _ in members]
-        self._classes = [(parameter, kind, type(parameter)) for parameter, kind in members]
-        self._use = use
-
-    def begin(self) -> unmarked:
-        """Brings the weights in; returns the context in which marks of weights go unnoticed, which `end` leaves."""
-        if self._parameters:
-            self._use(self._parameters)
-        for parameter, kind, _ in self._classes:
-            parameter.__class__ = kind
-        inside = unmarked()
-        inside.__enter__()
-        return inside
-
-    def end(self, inside: unmarked) -> None:
-        """Lets them announce their uses again."""
-        inside.__exit__(None, None, None)
-        for parameter, _, tracked in self._classes:
-            parameter.__class__ = tracked
-
-
-class CompiledUnit:
-    """One compiled module under a listener, until `remove`: entered, used and left around its compiled code.
-
-    The code is compiled for ordinary parameters: guards and graphs of tracked ones would differ, and break at each
-    read. So parameters are ordinary ones while the code runs.
-
-    Args:
-        module: compiled, with parameters.
-        enter, leave: what a hook before and after its forward would do.
-        use: announces the module's tracked parameters, each once.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        enter: Callable[[nn.Module, Any], None],
-        leave: Callable[[nn.Module, Any, Any], Any],
-        use: Callable[[list[nn.Parameter]], object],
-    ) -> None:
-        self._module = module
-        outer = module._compiled_call_impl
-        self._holder, self._name = (
-            (vars(outer), "call") if isinstance(outer, RecomputedCall) else (vars(module), "_compiled_call_impl")
-        )
-        self._original: Any = self._holder[self._name]
-        # Only the frame of `call` is left to Python: what it calls runs compiled.
-        self._entry = self._holder[self._name] = torch.compiler.disable(self._call, recursive=False)
-        self._enter, self._leave = enter, leave
-        tracked = [parameter for parameter in module.parameters() if hasattr(parameter, "elixir_listener")]
-        self._weights = OrdinaryWeights([(parameter, nn.Parameter) for parameter in tracked], use)
-
-    def remove(self) -> None:
-        """Gives the module its compiled code back, unless it was compiled anew."""
-        if self._holder[self._name] is self._entry:
-            self._holder[self._name] = self._original
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        self._enter(self._module, args)
-        output = None
-        try:
-            inside = self._weights.begin()
-            try:
-                output = self._original(*args, **kwargs)
-            finally:
-                self._weights.end(inside)
-        finally:
-            output = self._leave(self._module, args, output)
-        return output

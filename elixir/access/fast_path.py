@@ -2,14 +2,12 @@
 
 `nn.TransformerEncoderLayer`, `nn.TransformerEncoder` and `nn.MultiheadAttention` compute a layer in one operator, which
 rounds differently, if no gradient is wanted, no weight has a torch function and no module inside has a hook. Tracked
-weights and our hooks would prevent it, yet neither is needed: the operator meets marked placeholders.
+weights would prevent it, yet need not announce themselves: the operator meets marked placeholders.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
@@ -20,7 +18,6 @@ from elixir.access.access_listener import AccessListener
 from elixir.torch_private import DisableTorchFunctionSubclass
 
 HAVE_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class FastPath:
@@ -29,11 +26,10 @@ class FastPath:
     Args:
         module: one of `HAVE_FAST_PATHS`.
         listener: knows whether all weights of a layer fit at once.
-        ours: the ids of our hooks.
     """
 
-    def __init__(self, module: nn.Module, listener: AccessListener, ours: set[int]) -> None:
-        self._module, self._listener, self._ours = module, listener, ours
+    def __init__(self, module: nn.Module, listener: AccessListener) -> None:
+        self._module, self._listener = module, listener
         self._own = vars(module).get("forward")
         self._forward: Callable[..., Any] = module.forward
         self._attached = True
@@ -44,7 +40,7 @@ class FastPath:
         evaluates = self._attached and not (self._module.training or torch.is_grad_enabled())
         if not (evaluates and self._may_be_taken(args, kwargs)):
             return self._forward(*args, **kwargs)
-        with _without_hooks(self._module, self._ours), DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
@@ -62,18 +58,3 @@ class FastPath:
         whole = isinstance(self._module, nn.TransformerEncoder)
         layers = self._module.layers if whole else [self._module]
         return all(self._listener.has_room_for(list(layer.parameters())) for layer in layers)  # type: ignore[union-attr]
-
-
-@contextmanager
-def _without_hooks(module: nn.Module, ours: set[int]) -> Iterator[None]:
-    """Hides our hooks from an encoder layer, which checks for hooks. If there are foreign hooks it hides none, since
-    the fast path would not call them."""
-    inside = list(module.modules()) if isinstance(module, nn.TransformerEncoderLayer) else []
-    hooks = [(vars(part), name, vars(part)[name]) for part in inside for name in _HOOKS if vars(part).get(name)]
-    if not all(ours.issuperset(held) for _, _, held in hooks):
-        hooks = []
-    with ExitStack() as back:
-        for attributes, name, held in hooks:
-            attributes[name] = OrderedDict()
-            back.callback(attributes.__setitem__, name, held)
-        yield

@@ -23,22 +23,19 @@ Reading metadata (`shape`, `dtype`, `size()`, ...) is no use, nor is taking only
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from elixir.access.access_listener import AccessListener, Pins
 from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
-from elixir.access.compiled_units import CompiledUnit, OrdinaryWeights, is_compiled
+from elixir.access.compiled_units import is_compiled
 from elixir.access.counted_parameter import DATA, GRADIENT, plain_copy
 from elixir.access.differentiate import differentiate
 from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
@@ -49,7 +46,8 @@ from elixir.access.functions import (
     reads_only_metadata,
     written_arguments,
 )
-from elixir.access.interrupts import runs
+from elixir.access.interrupts import run_user_code
+from elixir.access.module_call import ModuleCall, OrdinaryWeights
 from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
 from elixir.access.placeholders import is_absent, remarked, same_memory, unmarked, watch
 from elixir.access.storage_listeners import is_listened_to, listen, listener_to
@@ -66,6 +64,8 @@ from elixir.torch_private import (
 )
 
 _TUPLE_ITERATOR = type(iter(()))
+_HEARD_BY = "elixir_heard_by"
+"""The attribute of modules by which copies of them are refused: their first, since what is copied before may raise."""
 
 
 class TrackedParameter(nn.Parameter):
@@ -137,14 +137,12 @@ def _tracked_class(kind: type) -> type:
     return made
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     """A module that runs."""
 
     module: nn.Module
-    call: FrameType
-    """Calls its hooks and its forward."""
-    hooks: Any
+    hooks: Any = None
     """Its saved-tensor hooks; None if those of a module around it serve it."""
     end: Callable[[], None] | None = None
     """Ends what holds while a unit runs; None for other modules, and for a unit inside of itself."""
@@ -172,12 +170,11 @@ class Interception:
         scripts: bool = True,
         units: Collection[nn.Module] = (),
     ) -> None:
-        self._listener, self._removed = listener, False
+        self._listener = listener
         self._classes: list[tuple[nn.Parameter, type]] = []
-        self._handles: list[RemovableHandle] = []
+        self._calls: list[ModuleCall | OwnCheckpoint] = []
         self._by_thread = threading.local()  # micro-batches of one pass are in forward on several threads
         self._scripts = _scripts_announce() if scripts else None
-        self._checkpoints: list[OwnCheckpoint] = []
         compiled = [unit for unit in units if is_compiled(unit)]
         plain = [unit for unit in units if not is_compiled(unit)]
         inside = {module for unit in units for module in unit.modules()} - {*plain}
@@ -192,31 +189,28 @@ class Interception:
                     parameter.elixir_listener = listener  # type: ignore[attr-defined]
             if parameters is not None and next(module.parameters(), None) is None:
                 continue  # it may belong to several running models, as an activation function may
-            if module in inside:
-                continue  # hooks would break the graph of a compiled one, and take time in others
-            # Called on the class, since a TorchScript module refuses to register hooks, yet calls them.
-            self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter))
-            self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
-            if checkpoint_function(module) is not None:
-                self._checkpoints.append(OwnCheckpoint(module, self._enter, self._leave))
-        self._units = [
-            CompiledUnit(unit, self._enter, self._leave, partial(listener.used, function="a compiled module"))
-            for unit in compiled
-        ]
-        originals = dict(self._classes)
-        used = partial(listener.used, function="a layer")
-        self._plain = {
-            unit: OrdinaryWeights([(each, originals[each]) for each in unit.parameters() if each in originals], used)
-            for unit in plain
-        }
-        ours = {handle.id for handle in self._handles}
+            if module in inside and module not in compiled:
+                continue  # it would break the graph of a compiled one, and take time in others
+            self._calls.append(ModuleCall(module, self._run))
+            attributes = dict(vars(module))
+            vars(module).clear()
+            vars(module).update({_HEARD_BY: self} | attributes)
+            if module not in inside and checkpoint_function(module) is not None:
+                self._calls.append(OwnCheckpoint(module, self._run))
+        originals, self._units = dict(self._classes), dict[nn.Module, OrdinaryWeights]()
+        self._around_compiled = bool(compiled)
+        for unit in units:
+            # Code is compiled for ordinary parameters: guards and graphs of others differ, and break at each read.
+            kind, name = (nn.Parameter, "a compiled module") if unit in compiled else (None, "a layer")
+            mine = [(each, kind or originals[each]) for each in unit.parameters() if each in originals]
+            self._units[unit] = OrdinaryWeights(mine, partial(listener.used, function=name))
         fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
-        self._fast = [FastPath(each, listener, ours) for each in tracked]
+        self._fast = [FastPath(each, listener) for each in tracked]
         self._stop_listening = listen(listener)
         self._modules = list(model.modules())
         self._checkpointing = [each for each in self._modules if hasattr(each, "gradient_checkpointing")]
-        self._calls = self._present_calls()
+        self._compiled = self._present_calls()
 
     @property
     def _open(self) -> list[_Open]:
@@ -227,7 +221,7 @@ class Interception:
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copied module has copied hooks, and with them this object: it would listen for two models.
+        # What is copied with its modules would listen for two models.
         raise InputError(
             "a model that runs under a plan cannot be copied or pickled; save its state_dict(), or build a second model"
         )
@@ -235,7 +229,7 @@ class Interception:
     @property
     def was_changed_since(self) -> bool:
         """Whether a module has been compiled, or given another function to checkpoint, since this listens."""
-        return self._present_calls() != self._calls
+        return self._present_calls() != self._compiled
 
     def _present_calls(self) -> list[Any]:
         return [
@@ -244,65 +238,44 @@ class Interception:
         ]
 
     def remove(self) -> None:
-        """Restores the classes of parameters and removes all hooks."""
-        self._removed = True
-        self.leave_all()
+        """Restores the classes of parameters and the calls of modules."""
         if self._scripts is not None:
             self._scripts()
         for parameter, original in self._classes:
             del parameter.elixir_listener  # type: ignore[attr-defined]
             parameter.__class__ = original
-        for handle in self._handles:
-            handle.remove()
         self._stop_listening()
         for path in self._fast:
             path.remove()
-        for unit in self._units:
-            unit.remove()
-        while self._checkpoints:
-            self._checkpoints.pop().remove()
-        self._calls.clear()  # with checkpoints, which hold this object: it would live until the garbage collector runs
-
-    def leave_all(self) -> None:
-        """Leaves the modules that an exception has ended on this thread: PyTorch calls no hook after an interruption.
-
-        Call it where the exception has passed all contexts that were entered inside of the modules.
-        """
-        while self._open:
-            self._end(self._open.pop())
+        for module in self._modules:
+            vars(module).pop(_HEARD_BY, None)
+        while self._calls:  # these hold this object, which would live until the garbage collector runs
+            self._calls.pop().remove()
+        self._compiled.clear()
 
     @property
     def is_entered(self) -> bool:
         """Whether a module of the model runs on this thread."""
-        self.leave_ended()
         return bool(self._open)
 
-    def leave_ended(self) -> None:
-        """Leaves the modules whose calls an interruption has ended on this thread, where nobody else does."""
-        running = self._open
-        while running and not runs(running[-1].call):
-            opened = running.pop()
-            self._end(opened)
-            self._listener.left(opened.module, None)
+    def _run(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Enters a module, calls a function, and leaves the module however the function ends."""
+        opened = _Open(module)
+        try:
+            self._enter(opened)
+            output = run_user_code(call, *args, **kwargs)
+        except BaseException:
+            self._leave(opened, None)
+            raise
+        return self._leave(opened, output)
 
-    @staticmethod
-    def _end(opened: _Open) -> None:
-        # Autograd itself takes off the hooks that an interrupted backward has left.
-        if opened.hooks is not None and (innermost_saved_tensors_hooks() or (None,))[0] is opened.hooks.pack_hook:
-            opened.hooks.__exit__(None, None, None)
-        if opened.end is not None:
-            opened.end()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._removed:  # by a hook before this one, which corrected a plan: nothing would leave the module
-            return
-        self.leave_ended()
-        outer, hooks = innermost_saved_tensors_hooks(), None
+    def _enter(self, opened: _Open) -> None:
+        module, outer, running = opened.module, innermost_saved_tensors_hooks(), self._open
         # Hooks of a module around this one serve this one, too.
         if self._listener.claims_saved and listener_of(outer) is not self._listener:
-            hooks = hooks_over(self._listener, outer, _track, around_compiled=bool(self._units))
-            hooks.__enter__()
-        opened, weights, running = _Open(module, sys._getframe(1), hooks), self._plain.get(module), self._open
+            opened.hooks = hooks_over(self._listener, outer, _track, around_compiled=self._around_compiled)
+            opened.hooks.__enter__()
+        weights = self._units.get(module)
         # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
         begins = weights is not None and all(each.module is not module for each in running)
         running.append(opened)
@@ -315,18 +288,16 @@ class Interception:
             if tracked:
                 self._listener.used(tracked, "TorchScript")
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # A module whose pre-hook raised was never entered; one that a checkpoint stopped early was never left.
-        running = self._open
-        innermost = bool(running) and running[-1].module is module
-        if not innermost and all(each.module is not module for each in running):
+    def _leave(self, opened: _Open, output: Any) -> Any:
+        # Autograd itself takes off the hooks that an interrupted backward has left.
+        if opened.hooks is not None and (innermost_saved_tensors_hooks() or (None,))[0] is opened.hooks.pack_hook:
+            opened.hooks.__exit__(None, None, None)
+        if not self._open or self._open[-1] is not opened:  # it could not be entered
             return output
-        while True:
-            opened = running.pop()
-            self._end(opened)
-            kept = self._listener.left(opened.module, output if opened.module is module else None)
-            if opened.module is module:
-                return kept
+        self._open.pop()
+        if opened.end is not None:
+            opened.end()
+        return self._listener.left(opened.module, output)
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], types: Any) -> Any:

@@ -63,14 +63,6 @@ def raise_waiting() -> None:
         handler.raise_now()
 
 
-def runs(frame: FrameType) -> bool:
-    """Whether a frame is on this thread's stack."""
-    at: FrameType | None = sys._getframe()
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is frame
-
-
 class _Handler:
     """A handler of SIGINT.
 

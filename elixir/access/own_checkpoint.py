@@ -28,21 +28,16 @@ def unentered_function(module: nn.Module) -> Callable[..., Any] | None:
 class OwnCheckpoint:
     """Enters a module inside of the checkpoint that it puts around its own forward, until `remove`.
 
-    Such a checkpoint begins inside of the module's call. Its backward runs only the forward again, so hooks of the
-    module would not run, and saved-tensor hooks of the call would lie outside of the checkpoint's.
+    Such a checkpoint begins inside of the module's call. Its backward runs only the forward again, not the call, whose
+    saved-tensor hooks lie outside of the checkpoint's.
 
     Args:
         module: has a `checkpoint_function`.
-        enter, leave: what hooks before and after its forward do.
+        run: as of `elixir.access.module_call.ModuleCall`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        enter: Callable[[nn.Module, Any], None],
-        leave: Callable[[nn.Module, Any, Any], Any],
-    ) -> None:
-        self._module, self._enter, self._leave = module, enter, leave
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
         self.original: Any = checkpoint_function(module)
         vars(module)[FUNCTION] = self._checkpoint
 
@@ -54,17 +49,8 @@ class OwnCheckpoint:
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A module may also checkpoint calls of others, whose hooks run.
         if isinstance(function, partial) and function.args and function.args[0] is self._module:
-            function = partial(self._run, function)
+            function = partial(self._run, self._module, function)
         return self.original(function, *args, **kwargs)
-
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._enter(self._module, args)
-        output = None
-        try:
-            output = forward(*args, **kwargs)
-        finally:  # torch ends a second run by an exception
-            output = self._leave(self._module, args, output)
-        return output
 
 
 @contextmanager

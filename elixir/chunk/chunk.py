@@ -459,7 +459,7 @@ class Chunk:
                 self.shard[part].copy_(own)
             if self.masters is not None and self.stored is None:
                 _follow(self.masters[part], own)
-        if self.state is ChunkState.CACHED:
+        if self._versions:  # see `check_unwritten`
             self._versions[place] = parameter._version
 
     def lend(self, data: torch.Tensor) -> torch.Tensor:

@@ -274,11 +274,12 @@ class RCache:
                     if not chunk.pins:
                         self._evict(chunk)
 
-    def invalidate(self) -> None:
-        """Empties the blocks, since the weights have changed at home."""
+    def invalidate(self, *, pinned: bool = True) -> None:
+        """Empties the blocks, since the weights have changed at home; with `pinned`, none may be in use."""
         with self._lock:
             for chunk in list(self._filled.values()):
-                self._evict(chunk)
+                if pinned or not chunk.pins:
+                    self._evict(chunk)
             self.begin(announce=False)
 
     def _advance(self, used: Sequence[int]) -> None:

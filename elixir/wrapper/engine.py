@@ -295,8 +295,6 @@ class Engine:
     def refuse_inside(self, what: str) -> None:
         """Raises `InputError` after `close`, and while one of the model's modules, or backward, runs on this thread."""
         self.phase.refuse_closed()
-        if self.access is not None:
-            self.access.leave_ended()
         self.uses.refuse_inside(what)
 
     # --- forward and backward ----------------------------------------------------------------------------------
@@ -348,10 +346,7 @@ class Engine:
         self.arrivals.take_waiting()
 
     def forget_failed_backward(self) -> None:
-        """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch.
-        Modules whose calls were interrupted outside of a forward of the wrapper, as in ``generate``, are left."""
-        if self.access is not None:
-            self.access.leave_ended()
+        """Cleans up after a backward that has raised: releases its pins. Its gradients count, as in plain PyTorch."""
         if self.phase.in_backward and self._pass is None and not backward_is_running():
             try:
                 self.arrivals.take_waiting()
@@ -363,9 +358,7 @@ class Engine:
 
     def _failed(self) -> None:
         """Releases the pins of a forward or backward that has raised."""
-        if self.access is not None:
-            self.access.leave_all()
-        self.uses.reset()
+        self.uses.backward_done()
         self.cache.disturbed()
         if self.group.size == 1:  # several may wait for each other
             self.drain()
@@ -478,7 +471,7 @@ class Engine:
         self.forget_failed_backward()
         self.drain()  # after this, shards may be written to
         self.gradients.settle()
-        self.cache.invalidate()
+        self.cache.invalidate(pinned=False)  # a hook of a layer that runs may ask
         self.settled += 1
 
     def take_back(self, wanted: Iterable[tuple[Chunk, Sequence[Slot]]] | None = None) -> None:
@@ -510,7 +503,7 @@ class Engine:
             return not self.group.is_broken
         together = not (self.phase.in_backward or self.cache.is_disturbed)
         self.phase.close()
-        self.uses.reset()
+        self.uses.backward_done()
         self.drain()
         if self.lanes.fate.error is not None:
             logger.error("the model is given back after an error: %s", self.lanes.fate.error)

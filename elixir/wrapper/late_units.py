@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import nn
 
-from elixir.access.compiled_units import compiled_units
+from elixir.access.compiled_units import compiled_units, is_compiled
 from elixir.errors import InputError
 from elixir.models.plannable import compiled_over_moving_weights, refuse_compiled
 from elixir.step_trace import is_inside
@@ -16,14 +17,15 @@ from elixir.wrapper.engine import Engine
 logger = logging.getLogger(__name__)
 
 
-def refuse_compiled_around(engine: Engine) -> None:
-    """Refuses a forward or backward of the whole model that torch.compile runs.
+def refuse_compiled_around(engine: Engine, part: nn.Module | None = None) -> None:
+    """Refuses a forward or backward of the whole model, or one of several, that torch.compile runs.
 
     Raises:
         InputError: the plan moves weights, and a compiler is at work.
     """
     # The first question is the one that a compiler can answer while it traces this; then it leaves the frame.
-    if (torch.compiler.is_compiling() or compiling()) and engine.tracked:
+    around = torch.compiler.is_compiling() or compiling() or (part is not None and is_compiled(part))
+    if around and engine.tracked:
         raise compiled_over_moving_weights("the ElixirModule, or a function around it,")
     if backward_is_compiled():
         raise InputError(

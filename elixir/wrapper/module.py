@@ -178,19 +178,12 @@ class ElixirModule(nn.Module):
             engine.spare_host_bytes = self._promise.spare_host_bytes
             self._shared_weights.attach(engine)
             promises.enter(self._promise)
-            self._calls = self._calls_of(module)
+            self._calls = Calls(module.children(), self._call) if isinstance(module, Together) else None
             undone.pop_all()
         module._apply = self._apply_inside  # type: ignore[method-assign]
         # torch's own method reads gradients, which lie elsewhere.
         module.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.module = module
-
-    def _calls_of(self, module: nn.Module) -> Calls | None:
-        if not isinstance(module, Together):
-            return None
-        found = Calls(module.children(), self._call)
-        found.attach()
-        return found
 
     @property
     def plan(self) -> Plan:
@@ -222,7 +215,7 @@ class ElixirModule(nn.Module):
     def _call(self, part: nn.Module | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
         """A forward of the model, or of one of several models under the plan; see `Calls`."""
         engine, buffers = self._engine, self._shared_buffers
-        refuse_compiled_around(engine)
+        refuse_compiled_around(engine, part)
         with engine.phase.alone():
             prepare_forward(engine)
             begins = self._account.forward(args, kwargs, part)
@@ -338,8 +331,6 @@ class ElixirModule(nn.Module):
         self._state = ModelState(engine, self._shared_buffers.of_rank_0)
         self._shared_weights.attach(engine)
         self._account.another_plan()
-        if self._calls is not None:
-            self._calls.attach()  # outside of the new hooks of the engine
 
     def settle(self) -> None:
         """Waits for all lanes and empties the blocks.

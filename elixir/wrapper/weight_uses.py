@@ -488,14 +488,6 @@ class WeightUses(AccessListener):
             self._cache.unpin(state.at_node.pins)
             state.node, state.at_node = None, ScopeUses()
 
-    def reset(self) -> None:
-        """Unpins everything, after an exception has ended a forward or backward."""
-        for state in self._threads.values():
-            for scope in state.scopes:
-                self._cache.unpin(scope.pins)
-            state.scopes.clear()
-        self.backward_done()
-
     @staticmethod
     def _wait_for_update(chunk: Chunk) -> None:
         if chunk.whole.writer is not None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from elixir.access.compiled_units import is_compiled
 from elixir.access.interrupts import raise_waiting
 from elixir.access.own_checkpoint import without_checkpoint
 from elixir.access.recomputation import with_own_caches
@@ -143,7 +144,7 @@ class OnePass:
         handles = [
             module.register_forward_pre_hook(lambda module, args: self._used(module._parameters.values()))
             for module in self._engine.model.modules()
-            if module._parameters and module not in inside and module._compiled_call_impl is None
+            if module._parameters and module not in inside and not is_compiled(module)
         ]
         self._engine.uses.used_in_pass = self._used
         self._engine.swapping.paused = True

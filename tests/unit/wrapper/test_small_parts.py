@@ -172,7 +172,6 @@ def test_the_context_ends_with_the_error_of_its_call_or_with_its_output() -> Non
         ended.append("well")
 
     calls = Calls([model], begin)
-    calls.attach()
     with pytest.raises(ValueError, match="nothing to halve") as raised:
         model(torch.zeros(2))
     try:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir
 from benchmark.observe import observe
+from elixir.access.module_call import CALL
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import preset
 from elixir.models.together import Together
@@ -171,6 +172,25 @@ def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     resting = arena.live_bytes("device") + arena.live_bytes("host")
     seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
     assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes
+
+
+def test_an_error_inside_reaches_the_caller_and_nothing_is_left_on_the_models() -> None:
+    model, optimizer = wrapped(preference, "streamed", replan=False)
+    trained(model, optimizer, preference, accumulation=1, steps=1)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no")
+
+    hook = model.policy.model.layers[1].register_forward_hook(fails)
+    with pytest.raises(ValueError, match="no"):
+        preference(model, batch(1))
+    hook.remove()
+    moved = [replace(chunk, weight_home="device") if chunk.trainable else chunk for chunk in model.plan.chunks]
+    model.rehome(replace(model.plan, chunks=tuple(moved)))
+    trained(model, optimizer, preference, accumulation=1, steps=1)
+    policy = model.policy
+    model.close()
+    assert not any(CALL in vars(module) for module in policy.modules())
 
 
 def test_calls_are_passes_after_a_move_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedParameter
+from elixir.access.module_call import CALL
 from elixir.access.own_checkpoint import checkpoint_function
 from elixir.errors import InputError
 from elixir.models.activation_checkpointing import enable_checkpointing
@@ -77,6 +80,45 @@ def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
     assert [unit.fetch for unit in plan.step.units] == ["one"] * 3
     with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
         pair.train(4)
+
+
+def test_weights_are_fetched_one_by_one_where_there_is_no_room_for_a_layer() -> None:
+    layers = (nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))) for _ in range(4))
+    it = Case(nn.Sequential(*layers), {"input": torch.ones(2, 256)}, square_loss)
+    found = [
+        plan_of(it, split_number=32, allocate_factor=0.01, device_memory=size).step.fetched_whole
+        for size in ("16MiB", "2MiB")
+    ]
+    assert [len(names) for names in found] == [4, 0]
+
+
+def test_a_hook_of_a_layer_may_ask_for_a_state_dict() -> None:
+    it = Case(Stack(), INP, square_loss)
+    with Pair(it, plan_of(it), device="cpu") as pair:
+        pair.train(1)
+        found: list[dict[str, torch.Tensor]] = []
+        hook = it.model.layers[1].register_forward_hook(lambda *_: found.append(pair.module.state_dict()))
+        pair.train(2)
+        hook.remove()
+        pair.train(1)
+        assert len(found) == 2
+
+
+def test_what_listens_is_freed_with_the_wrapper_and_leaves_nothing() -> None:
+    it = Case(Stack(), INP, square_loss)
+    gc.disable()
+    try:
+        with Pair(it, plan_of(it), device="cpu") as pair:
+            pair.train(1)
+            assert CALL not in vars(copy.copy(it.model.layers[0]))
+            with pytest.raises(InputError, match="cannot be copied or pickled"):
+                copy.deepcopy(it.model.layers[0])
+            access, uses = weakref.ref(inside.engine(pair.module).access), weakref.ref(inside.engine(pair.module).uses)
+            assert access() is not None
+        assert (access(), uses()) == (None, None)
+        assert not any({CALL, "elixir_heard_by"} & {*vars(module)} for module in it.model.modules())
+    finally:
+        gc.enable()
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
