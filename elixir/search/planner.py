@@ -31,11 +31,10 @@ from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
-from elixir.search.propose.judge import Outcome
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
 from elixir.search.propose.shortage import every_family, lacks_device, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.propose.variants import PIECEWISE_WORTHWHILE, fastest, variants, with_units_as_one
+from elixir.search.propose.variants import fastest, variants, with_units_as_one
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest, check_count
@@ -290,7 +289,7 @@ class _Way:
         if self._found is None:
             return None
         outcome = self._found.find(sure=self.request.assume != "nominal")
-        return _plan_of(self._found.space, outcome, self.budgets, self.request)
+        return to_plan(self._found.space, outcome, self.budgets, self.request)
 
     @cached_property
     def _found(self) -> ShapeSearch | None:
@@ -345,11 +344,7 @@ class _Variant:
 
     @cached_property
     def _chosen(self) -> _Way:
-        return fastest(self.ways, (_Way.floor_s, _Way.nominal_s), PIECEWISE_WORTHWHILE) or self.ways[-1]
-
-
-def _plan_of(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
-    return to_plan(space, outcome, budgets, request)
+        return fastest(self.ways, (_Way.floor_s, _Way.nominal_s)) or self.ways[-1]
 
 
 def simple_plan(
@@ -397,7 +392,7 @@ def simple_plan(
     def within(budgets: Budgets) -> Plan | None:
         if not _fits(candidate, budgets):
             return None
-        return _plan_of(space, judge_updates(space, budgets, candidate, possible), budgets, request)
+        return to_plan(space, judge_updates(space, budgets, candidate, possible), budgets, request)
 
     made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
     if made is None:

@@ -18,9 +18,8 @@ from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_h
 from elixir.search.question import Question
 
 WORTHWHILE = 1.01
-"""Larger passes, moved inputs, and more replicas must be faster by more than this factor."""
-PIECEWISE_WORTHWHILE = 1.01
-"""The same factor for weights that are fetched one by one: predictions lack the time to intercept each read."""
+"""Larger passes, moved inputs, and more replicas must be faster by more than this factor; weights that are fetched one
+by one as well, since predictions lack the time to intercept each read."""
 Way = TypeVar("Way")
 
 

@@ -137,7 +137,7 @@ class CallsAnywhere:
                 with torch.no_grad():
                     found, answer = call(), "done"
                 self.program.found += [found] if isinstance(found, (float, int)) else []
-            except (ElixirError, RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            except (ElixirError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
                 answer = f"{type(error).__name__}: {plain(str(error))}"
             self.answers[f"{moment}: {name}"] = answer
 

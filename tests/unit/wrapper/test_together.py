@@ -193,6 +193,17 @@ def test_an_error_inside_reaches_the_caller_and_nothing_is_left_on_the_models() 
     assert not any(CALL in vars(module) for module in policy.modules())
 
 
+def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
+    model = models()
+    model.policy.compile(backend="eager")
+    trace = cpu_trace(model, batch(0), lambda models, inp: preference(models, inp).backward())
+    plan = plan_from_trace(trace, preset("cpu"), 1, host_budget="1GiB", **MEMORY["streamed"]).plan
+    module = elixir.ElixirModule(model, plan, device="cpu")
+    with pytest.raises(InputError, match="was given to torch.compile"):
+        preference(module, batch(0))
+    module.close()
+
+
 def test_calls_are_passes_after_a_move_too() -> None:
     plain = models()
     expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=3)
