@@ -79,11 +79,11 @@ def work(parts: list[str]) -> dict[str, list[float]]:
                 for _ in range(RUNS)
             ]
     if "levers" in parts:
-        small = step("opt-1.3b", 4, 1024, "a100", checkpoint="non-reentrant")()
+        small = step("opt-1.3b", 4, 1024, "a100")()
         plan = plan_from_trace(small, preset("a100"), 1, device_memory="12GiB", host_budget="64GiB")
         found["levers opt-1.3b"] = [timed(plan.levers)]
     if "no" in parts:
-        large = step("llama-3-8b", 2, 2048, "rtx4090", checkpoint="non-reentrant")()
+        large = step("llama-3-8b", 2, 2048, "rtx4090")()
         found["no llama-3-8b"] = [timed(lambda: refused(plan_from_trace, large, preset("rtx4090")))]
     return found
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
@@ -14,7 +13,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
-from elixir.search.planner import least_s, plan_or_shortage
+from elixir.search.planner import least_s, plan_or_shortage, planned
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
 from elixir.search.propose.variants import fastest
@@ -78,17 +77,17 @@ def search_batches(
     """The fastest plan for `samples` samples of a rank per optimizer step.
 
     A step's samples are one batch, or 2, 4, 8, ... as long as they can be halved, whose gradients are added up. Of
-    plans that take equally long the first is chosen: the one with fewer batches, then what comes first in
-    `checkpoints`.
+    ways that take about as long (`elixir.search.propose.variants.WORTHWHILE`) the one with fewer batches is chosen,
+    then what comes first in `checkpoints`.
 
     Checkpointing fewer layers takes less compute and more memory. Where `layers` says how many there are, numbers
     between none and all are looked at for the two batches with the least floors: from the better end in steps of a
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
 
-    Floors (`elixir.search.planner.least_s`) rank the ways, and one is planned while its floor is below all seconds that
-    are known. Of ways that have no floor, since nothing with overlap and chunks of a sensible size fits, the first with
-    a plan is taken if no other has one.
+    Floors (`elixir.search.planner.least_s`) rank the ways. What may be the fastest is searched at the rates of the
+    machine, and only the fastest of these is planned in full. Of ways that have no floor, since nothing with overlap
+    and chunks of a sensible size fits, the first with a plan is taken if no other has one.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.
@@ -129,12 +128,12 @@ def search_batches(
             found = _predicted(whole, checkpoint, layers) or trace_of(*cut)
             question = Question(found, hardware, replace(request, accumulation=option.accumulation))
             ways[cut] = _Way(option, question, round(least_s(question), DECIMALS), partial(trace_of, *cut))
-        return ways[cut].least_s
+        return ways[cut].seconds
 
     for cut in cuts:
         floor_of(*cut)
     if layers and forms:
-        ranked = dict.fromkeys(way.option.batch for way in sorted(ways.values(), key=lambda way: way.least_s))
+        ranked = dict.fromkeys(way.option.batch for way in sorted(ways.values(), key=lambda way: way.seconds))
         for batch in list(ranked)[:BATCHES_REFINED]:
             _refine(partial(floor_of, batch), forms[0], layers)
     return _chosen(list(ways.values()))
@@ -142,62 +141,66 @@ def search_batches(
 
 @dataclass
 class _Way:
-    """A way, as far as it is known."""
+    """A way, looked at closer and closer. Its seconds are those of the fastest plan at the rates of the machine, by
+    which ways are compared: what a safe plan gives up for other rates differs by chance."""
 
     option: BatchOption
     question: Question
-    least_s: float
-    """The least floor of its shapes; infinite where none fits."""
+    seconds: float
+    """As far as they are known: first the least floor of its shapes, infinite where none fits."""
     trace: Callable[[], StepTrace]
     """Traces its step, of which the question may have what is predicted."""
     answer: Answer | None = None
     missed: PlanError | None = None
 
-    def planned_s(self) -> float:
-        """Seconds of the plan."""
-        if self.question.trace.step.activations:
-            self.question = self.question._replace(trace=self.trace())
-        return self._answered(lambda: Answer(plan_or_shortage(*self.question), self.question))
+    def floor_s(self) -> float:
+        """The least floor of its shapes."""
+        return self.seconds
+
+    def nominal_s(self) -> float:
+        """Seconds of its fastest plan, perhaps for a step that is predicted."""
+        found = planned(self.question.nominal)
+        self.seconds = math.inf if found is None else round(found.predicted.step_s, DECIMALS)
+        return self.seconds
 
     def exact_s(self) -> float:
-        """The same once it is known which inputs of layers move: then it may be slower, or not fit."""
-        answer = self.answer
-        if answer is None:
-            return math.inf
-        return self._answered(lambda: with_exact_moves(answer, StepQuestion(model=self.question.trace)))
-
-    def _answered(self, answer: Callable[[], Answer]) -> float:
-        option = BatchOption(self.option.batch, self.option.accumulation, self.option.checkpoint)
+        """The same for the step as it is traced, with the inputs of layers that move: it may be slower, or not fit."""
+        if self.question.trace.step.activations:
+            self.question = self.question._replace(trace=self.trace())
         try:
-            self.answer = answer()
+            answer = Answer(plan_or_shortage(*self.question), self.question)
+            self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
         except PlanError as error:
-            self.missed, self.option = error, replace(option, reason=str(error).splitlines()[0])
+            self.missed = error
             return math.inf
         predicted = self.answer.plan.predicted
-        self.option = replace(
-            option,
-            step_s=predicted.step_s,
-            device_peak_bytes=predicted.device_peak_bytes,
-            host_peak_bytes=predicted.host_peak_bytes,
-        )
-        return round(predicted.step_s, DECIMALS)
+        self.seconds = round(predicted.step_s if predicted.fastest_s is None else predicted.fastest_s, DECIMALS)
+        return self.seconds
 
     @property
     def result(self) -> BatchOption:
         """The option with figures of its plan, or with the reason why there is none."""
-        if self.option.step_s is not None or self.option.reason:
-            return self.option
+        if self.missed is not None:
+            return replace(self.option, reason=str(self.missed).splitlines()[0])
+        if self.answer is not None:
+            predicted = self.answer.plan.predicted
+            return replace(
+                self.option,
+                step_s=predicted.step_s,
+                device_peak_bytes=predicted.device_peak_bytes,
+                host_peak_bytes=predicted.host_peak_bytes,
+            )
         reason = "does not fit with overlap and chunks of a sensible size"
-        if self.least_s < math.inf:
-            reason = f"takes at least {self.least_s:.4g} s, longer than another way's step"
+        if self.seconds < math.inf:
+            reason = f"takes at least {self.seconds:.4g} s where another way is as fast or faster"
         return replace(self.option, reason=reason)
 
 
 def _predicted(whole: StepTrace | None, checkpoint: str, layers: int) -> StepTrace | None:
-    """The step with checkpoints of the first layers, from the one without; None if that does not tell."""
-    count = checkpoint.partition(":")[2]
-    if whole is None or not count:
+    """The step with checkpoints of layers, the first ones or all, from the one without; None if that does not tell."""
+    if whole is None or not layers:
         return None
+    count = checkpoint.partition(":")[2] or layers
     able = {name for forward in whole.forwards for name in forward.units}
     names = [unit.name for unit in whole.units if unit.name in able]
     if len(names) != layers or whole.step.activations:
@@ -206,10 +209,12 @@ def _predicted(whole: StepTrace | None, checkpoint: str, layers: int) -> StepTra
 
 
 def _chosen(ways: list[_Way]) -> BatchChoice:
-    """The way that has the least seconds when all is known of it."""
-    best = fastest(ways, (attrgetter("least_s"), _Way.planned_s, _Way.exact_s), worth=1.0)
+    """The way that has the least seconds when all is known of it; of those about as fast, that with the fewest batches,
+    then the one that was tried first."""
+    preferred = sorted(ways, key=lambda way: way.option.accumulation)
+    best = fastest(preferred, (_Way.floor_s, _Way.nominal_s, _Way.exact_s))
     if best is not None and best.answer is not None:
-        return BatchChoice(best.answer, best.option, tuple(way.result for way in ways))
+        return BatchChoice(best.answer, best.result, tuple(way.result for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]
     raise with_levers(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
 

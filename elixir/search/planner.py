@@ -86,8 +86,7 @@ def plan_or_shortage(
 def planned(question: Question, *, briefly: bool = False) -> Plan | None:
     """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
     are tried when nothing else fits."""
-    if briefly:
-        question = question._replace(request=replace(question.request, assume="nominal"))
+    question = question.nominal if briefly else question
     return _planned(question, budgets_of(question.hardware, question.request), briefly=briefly).plan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from elixir.errors import InputError, InputTypeError
@@ -224,3 +224,8 @@ class Question(NamedTuple):
     trace: StepTrace
     hardware: HardwareProfile
     request: SearchRequest
+
+    @property
+    def nominal(self) -> Question:
+        """The same, planned for the rates of the machine alone."""
+        return self._replace(request=replace(self.request, assume="nominal"))

@@ -121,7 +121,7 @@ def _details(
 
 def _tried(change: Change, question: Question) -> Answer | None:
     # Exactly what was found to be needed may take sizes of chunks that are tried last.
-    question = question._replace(request=replace(question.request, assume="nominal"))
+    question = question.nominal
     return evaluate(change, question, briefly=change.kinds != ("machine",))
 
 

@@ -104,7 +104,8 @@ def exact_moves(exactly: list[float | None], seen: list[Answer]) -> Callable[...
             raise PlanError("too large", needed_bytes=1 + PLENTY, available_bytes=PLENTY)
         predicted = answer.plan.predicted
         seconds = {phase: each * times for phase, each in predicted.seconds.items()}
-        return replace(answer, plan=replace(answer.plan, predicted=replace(predicted, seconds=seconds)))
+        predicted = replace(predicted, seconds=seconds, fastest_s=seconds["total"])
+        return replace(answer, plan=replace(answer.plan, predicted=predicted))
 
     return exact
 
