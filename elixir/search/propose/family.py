@@ -1,7 +1,9 @@
 """Shapes of one packing: a plan as a few counts, and the bytes of thousands of them at once.
 
 Some placements keep the states of equally many chunks on the device. The one that keeps those of the first chunks in
-order of use has the least floor: the host steps what forward asks for last, whose gradients arrive first. The weights
+order of use has the least floor: the host steps what forward asks for last, whose gradients arrive first. With several
+batches a step the gradients of all of them leave for the host, and backward waits less where the chunks whose states
+are there are spread over the order. The weights
 that the device has room for next to the states are those that a plan loads most often per byte, in order of use or
 spread over it.
 """
@@ -12,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -96,13 +99,21 @@ class Family:
         times: its orders of use.
         budgets: memory that shapes may take.
         gathered: several ranks: all chunks are gathered for the whole step; otherwise none, but for outsized ones.
+        evenly: states are away of chunks spread over the order of use; otherwise of those that forward asks for last.
         homes: if they are given, each chunk has one: its level with all on the device, or with nothing.
     """
 
     def __init__(
-        self, model: MemoryModel, times: WorkTimes, budgets: Budgets, *, gathered: bool, homes: HomeChoice = "auto"
+        self,
+        model: MemoryModel,
+        times: WorkTimes,
+        budgets: Budgets,
+        *,
+        gathered: bool,
+        evenly: bool = False,
+        homes: HomeChoice = "auto",
     ) -> None:
-        self.model, self.budgets, self.gathered = model, budgets, gathered
+        self.model, self.budgets, self.gathered, self.evenly = model, budgets, gathered, evenly
         self.work, self.several = model.work, model.setting.world_size > 1
         self.count = len(self.work.chunks)
         self.block_bytes = self.work.packing.block_bytes
@@ -120,6 +131,8 @@ class Family:
         used = times.update_order if homes == "auto" else ()
         outsized = [c for c in used if self.several and not gathered and chunks[c].outsized]
         others = [c for c in used if c not in outsized]
+        if evenly:
+            others = [others[place] for place in np.argsort(_reversed_bits(np.arange(len(others)))).tolist()]
         self.steps: Ints = np.array([*outsized, *others, *unused], dtype=np.int64)
         """Trained chunks; the device gives up their states from the last on."""
         self.most_away = len(self.steps)
@@ -149,9 +162,7 @@ class Family:
             uses[list(chunks)] += 1
         worth = -np.round(uses * self.model.shard_bytes / np.maximum(self.weight_bytes, 1), 2)
         place = np.argsort(np.lexsort((np.arange(self.count), self._before_s)), kind="stable")
-        bits = max(int(self.count - 1).bit_length(), 1)
-        spread = np.array([int(f"{position:0{bits}b}"[::-1], 2) for position in place.tolist()])
-        return np.lexsort((place, worth)), np.lexsort((spread, worth))
+        return np.lexsort((place, worth)), np.lexsort((_reversed_bits(place), worth))
 
     def _base(self, away: Ints) -> tuple[Codes, Bools]:
         """Homes with the states of so many chunks, and all other weights, away; and which of `steps` the device has."""
@@ -294,10 +305,10 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
     """The families of all packings of these capacities, those that pack alike once."""
     models = dict.fromkeys(map(space.model, sizes))
     gathered = [False] if space.setting.world_size == 1 or homes == "cpu" else [False, True]
+    evenly = [False] if space.setting.accumulation == 1 or homes != "auto" else [False, True]
     return [
-        Family(model, space.cost.times(model), budgets, gathered=way, homes=homes)
-        for model in models
-        for way in gathered
+        Family(model, space.cost.times(model), budgets, gathered=way, evenly=order, homes=homes)
+        for model, way, order in product(models, gathered, evenly)
     ]
 
 
@@ -305,3 +316,9 @@ def spread(low: int, high: int, count: int = GRID) -> Ints:
     """At most so many numbers from `low` to `high`, evenly."""
     found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
     return found
+
+
+def _reversed_bits(numbers: Ints) -> Ints:
+    """Numbers from 0 on with their bits in reverse: in this order any first or last ones lie evenly."""
+    bits = max(int(numbers.max(initial=0)).bit_length(), 1)
+    return np.array([int(f"{number:0{bits}b}"[::-1], 2) for number in numbers.tolist()], dtype=np.int64)

@@ -199,7 +199,7 @@ class ShapeSearch:
         for floor, shape in looked:
             if floor >= tries.best * (1 - LITTLE):
                 return
-            if taken[id(shape.family)] < 2:
+            if taken[id(shape.family)] < (1 if shape.family.evenly else 2):
                 taken[id(shape.family)] += 1
                 yield from self._probed(shape, tries.aim)
 

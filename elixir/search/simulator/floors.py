@@ -52,6 +52,7 @@ class Floors:
         self._shares_link = times.rates.ahead  # on a CPU other cores copy
         self._several, self._replicated = times.shards > 1, times.rates.replicas > 1
         self._trained: Bools = np.array([chunk.grad_bytes > 0 for chunk in work.chunks], dtype=bool)
+        self._outsized: Bools = np.array([chunk.outsized for chunk in work.chunks], dtype=bool)
         self._able: Bools = np.array([work.can_update_early(c) for c in range(count)], dtype=bool)
         self._in_forward, self._in_backward = (
             np.isin(np.arange(count), list(chain.from_iterable(chunks)))
@@ -139,19 +140,52 @@ class Floors:
         if early:
             found = np.maximum(found, self._between_updates_s(homes))
         if self._setting.accumulation > 1:
-            found = np.maximum(found + self._later_s(homes, blocks, prefetch=prefetch), self._lanes_s(homes, blocks))
+            stalled_s = self._stalled_s(homes, self._times.model.grad_blocks(codes)[0])
+            later_s = self._later_s(homes, blocks, stalled_s, prefetch=prefetch)
+            found = np.maximum(found + later_s, self._lanes_s(homes, blocks))
         return np.maximum(found, self._disk_s(codes))
 
-    def _later_s(self, homes: _Homes, blocks: Ints, *, prefetch: bool) -> Floats:
-        """Batches after the first. A forward or a backward finds as many of its chunks as there are blocks."""
+    def _later_s(self, homes: _Homes, blocks: Ints, stalled_s: Floats, *, prefetch: bool) -> Floats:
+        """Batches after the first, whose backward has `_stalled_s`. A forward or a backward finds as many of its chunks
+        as there are blocks."""
         copied_s = _sums(self._through(homes), self._copy_s)
         found: Floats = np.zeros_like(copied_s)
-        for used, compute_s in ((self._in_forward, self._forward_s), (self._in_backward, self._backward_s + copied_s)):
+        for used, compute_s, least_s in (
+            (self._in_forward, self._forward_s, 0.0),
+            (self._in_backward, self._backward_s + copied_s, stalled_s),
+        ):
             waits_s = loads_s(~homes.weights & used, self._fetch_s[:, None], blocks)
             if self._several:
                 waits_s = np.maximum(waits_s, loads_s(~homes.resident & used, self._gather_s[:, None], blocks))
-            found = found + (np.maximum(compute_s, waits_s) if prefetch else compute_s + waits_s)
+            taken_s = np.maximum(compute_s, waits_s) if prefetch else compute_s + waits_s
+            found = found + np.maximum(taken_s, least_s)
         return (self._setting.accumulation - 1) * found
+
+    def _stalled_s(self, homes: _Homes, grad_blocks: Ints) -> Floats:
+        """Backward of one batch, if only gradients hold it up that leave one after the other: when one is sent, no more
+        are on their way than there are other gradient blocks."""
+        order = self._sends[::-1]
+        through, on_device = self._through(homes)[:, order], homes.on_device[:, order]
+        copied_s = np.where(through, self._copy_s[:, None, order], 0.0)
+        since_s = np.cumsum(copied_s, axis=-1)
+        sent_s = self._backward_s - self._after_sent_s[order] + since_s
+        left_s = self._after_sent_s[order] + since_s[..., -1:] - since_s + copied_s
+        leaves_s = np.where(on_device, self._deliver_s[:, None, order], self._offload_s[:, None, order])
+        leaves_s = np.where(through, leaves_s, 0.0)
+        passed_s = np.cumsum(leaves_s, axis=-1)
+        # The lane begins with one of them once that is sent, and goes on with all that follow.
+        begun_s = np.maximum.accumulate(np.where(through, sent_s - passed_s + leaves_s, -np.inf), axis=-1)
+        gone_s = begun_s + passed_s
+        in_block = through & ~self._outsized[order]
+        columns = np.argsort(~in_block, axis=1, kind="stable")  # those in blocks, in order
+        number = np.arange(len(order))
+        before = number - grad_blocks[:, None]
+        rows = np.arange(len(columns))[:, None]
+        counts = (number < in_block.sum(axis=1)[:, None]) & (before >= 0)
+        gone_s = gone_s[:, rows, columns[rows, np.maximum(before, 0)]]
+        ends_s = np.where(counts, gone_s + left_s[:, rows, columns], 0.0)
+        found: Floats = ends_s.max(axis=-1, initial=0.0)
+        return found
 
     def _lanes_s(self, homes: _Homes, blocks: Ints) -> Floats:
         """The work of the busiest lane in all batches, but for fetches."""

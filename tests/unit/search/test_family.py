@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from elixir.search import plan_from_trace
+from elixir.search.planner import NO_LIMIT, space_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
-from elixir.search.propose.family import IN_ORDER, SPREAD, Family
+from elixir.search.propose import search
+from elixir.search.propose.family import IN_ORDER, SPREAD, Family, families
 from elixir.search.propose.sizes import Budgets, SearchSpace
+from elixir.search.question import Question
+from elixir.search.request import SearchRequest
+from elixir.units import MIB
+from tests.common.searching import HARDWARE, SMALL
+from tests.common.synthetic_trace import StackShape, stack_trace
 from tests.unit.search.test_floors import random_placement, random_space
 
 
 def family_of(draw: random.Random, space: SearchSpace, model: MemoryModel) -> Family:
     """A family with budgets between the least and the most that the packing needs."""
     times = space.cost.times(model)
-    gathered = model.setting.world_size > 1 and draw.random() < 0.5
-    family = Family(model, times, Budgets(1 << 60, 1 << 60), gathered=gathered)
+    kind = {"gathered": model.setting.world_size > 1 and draw.random() < 0.5, "evenly": draw.random() < 0.5}
+    family = Family(model, times, Budgets(1 << 60, 1 << 60), **kind)
     away = np.array([0, family.most_away])
     rows = family.rows(away, family.fewest[0])
     least, most = (model.need(Placement.numbered(codes.tolist()), 0) for codes in rows.codes[::-1])
     device = draw.uniform(0.9 * least.device_bytes, 1.1 * most.device_bytes)
-    return Family(model, times, Budgets(int(device), int(draw.uniform(0.9, 1.1) * least.host_bytes)), gathered=gathered)
+    return Family(model, times, Budgets(int(device), int(draw.uniform(0.9, 1.1) * least.host_bytes)), **kind)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -88,3 +99,25 @@ def test_the_least_number_of_states_away_is_found_by_a_look_at_a_few(monkeypatch
         assert family.least_away == (fits[0] if len(fits) else family.most_away + 1)
         compared += family.most_away > 3
     assert compared
+
+
+def test_states_away_are_spread_over_the_order_where_that_is_asked_for() -> None:
+    space = space_of(Question(stack_trace(SMALL), HARDWARE, SearchRequest.of(1, accumulation=8)))
+    model = space.model(space.sizes(outsized=False)[0])
+    times = space.cost.times(model)
+    last, evenly = (Family(model, times, NO_LIMIT, gathered=False, evenly=each) for each in (False, True))
+    place = {c: at for at, c in enumerate(times.update_order)}
+    count, away = len(place), len(place) // 4
+    gone = [sorted(place[c] for c in each.steps[-away:].tolist()) for each in (last, evenly)]
+    assert gone[0] == [*range(count - away, count)]
+    assert max(b - a for a, b in pairwise(gone[1])) <= 8
+
+
+def test_many_batches_take_less_where_the_host_has_states_of_chunks_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients leave during all of backward, not of its first part alone."""
+    trace = stack_trace(StackShape(hidden=1024, layers=24, ffn=4096, vocab=4096, positions=1024), batch=2)
+    machine = replace(HARDWARE, device_to_host_bytes_per_s=1e10)
+    asked: dict[str, Any] = {"device_memory": 3500 * MIB, "host_budget": 1 << 40, "accumulation": 32}
+    found = plan_from_trace(trace, machine, 1, assume="nominal", **asked).plan.predicted
+    monkeypatch.setattr(search, "families", lambda *some: [each for each in families(*some) if not each.evenly])
+    assert found.step_s < 0.97 * plan_from_trace(trace, machine, 1, assume="nominal", **asked).plan.predicted.step_s
