@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,9 @@ class AnyStepper(Protocol):
 
 class RunningPass(Protocol):
     """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.gradient_stages`."""
+
+    def used(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Notes that weights are used, other than by a call of a layer."""
 
     def forward_over(self) -> None:
         """Notes that a micro-batch has run the model's forward."""

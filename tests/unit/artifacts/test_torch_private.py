@@ -126,15 +126,16 @@ def autograd() -> None:
     with torch.no_grad(), private.version_counter_kept(weight):
         weight.add_(1)
     assert weight._version == version
-    asked: list[Any] = []
-    with private.seeing_asked_gradients(lambda *found: asked.append(found)):
+    seen: list[Any] = []
+    with private.seeing_backwards(lambda *found: seen.append(found)):
         loss = (weight * 2).sum()
         loss.backward(retain_graph=True)
         torch.autograd.backward(loss, inputs=[weight], retain_graph=True)
-        torch.autograd.grad(loss, weight)
+        torch.autograd.grad(loss, weight, retain_graph=True)
+        loss.backward(create_graph=True)
     torch.autograd.grad((weight * 2).sum(), weight)
-    assert [(outputs[0] is loss, inputs[0] is weight) for outputs, inputs, _ in asked] == [(True, True)] * 2
-    assert [kept for *_, kept in asked] == [True, False]
+    assert [outputs[0] is loss for outputs, _ in seen] == [True] * 4
+    assert [asks for _, asks in seen] == [False, True, True, True]
 
 
 class Count:

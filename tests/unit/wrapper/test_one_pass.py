@@ -72,27 +72,6 @@ def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
     assert seen[1] == seen[2] == seen[6]
 
 
-@pytest.mark.parametrize("how", ["whole", "part", "leaf"])
-def test_hidden_states_that_enter_layers_add_to_the_loss(how: str) -> None:
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        embedded = model.get_input_embeddings()(batch["input_ids"])[:, how == "part" :]  # type: ignore[operator]
-        if how == "leaf":
-            embedded = embedded.detach().requires_grad_()
-        leaves.append(embedded)
-        output = model(inputs_embeds=embedded, labels=batch["labels"][:, how == "part" :], output_hidden_states=True)
-        found: torch.Tensor = output.loss + sum(each.square().mean() for each in output.hidden_states)
-        return found
-
-    leaves: list[torch.Tensor] = []
-    make, steps = family("llama"), batches("llama", 2, steps=1)
-    plan = plan_for(make(), steps[0][0], loss, accumulation=2)
-    leaves.clear()
-    assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
-    if how == "leaf":
-        ours, plain = leaves[:2], leaves[2:]
-        assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_them() -> None:
     make, steps = family("gpt2", dropout=0.5), [[batches("gpt2", 1)[0][0]] * 3]
