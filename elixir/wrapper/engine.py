@@ -311,7 +311,7 @@ class Engine:
     def forward_over(self, *, of_part: bool = False) -> None:
         """Notes that it has returned."""
         if self._pass is not None:
-            self._pass.forward_over()
+            self._pass.used(())
             return
         self.phase.leave_forward()
         if not of_part:

@@ -84,10 +84,6 @@ class GradientStages:
         MicroBatch.waits_after_layer()
         self.use(parameters)
 
-    def forward_over(self) -> None:
-        """A micro-batch has run the model's forward."""
-        MicroBatch.waits_after_layer()
-
     def is_done(self, parameter: nn.Parameter) -> bool:
         """Whether all its gradients have come, and none waits here; no for one that no stage is known to use."""
         return parameter not in self._parts and self._first.get(parameter, -1) >= self._done

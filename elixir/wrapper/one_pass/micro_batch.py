@@ -7,8 +7,10 @@ and autograd's numbering per thread.
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,9 +57,9 @@ class MicroBatch:
         self.has_left_layer = False
         """Whether it has used no weights since its last layer."""
         self._function, self._settings, self._random, self._device = function, settings, random, device
-        self._error: BaseException | None = None
-        self._cancelled = self._runs = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._runs = False
+        self._go = queue.SimpleQueue[bool]()  # whether it goes on, rather than ends
+        self._back = queue.SimpleQueue[BaseException | None]()  # what it has raised, if it has
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=f"micro-batch {index}", daemon=True)
 
@@ -69,23 +71,19 @@ class MicroBatch:
 
     def resume(self) -> None:
         """Lets it run until it parks or is over; raises what it raises. The caller waits meanwhile."""
-        if self._random is None:
-            self._start()
-        else:
-            with self._random.restored():
-                self._start()
+        with nullcontext() if self._random is None else self._random.restored():
+            error = self._turn(goes_on=True)
+            if self._random is not None:
                 before, self._random = self._random, RandomState(self._device)
-            self.has_drawn = self.has_drawn or not self._random.is_same(before)
-        if self._error is not None:
-            error, self._error = self._error, None
+                self.has_drawn = self.has_drawn or not self._random.is_same(before)
+        if error is not None:
             raise error
 
     def park(self, wants: int) -> None:
         """Gives the turn back, on its own thread, and goes on once it is resumed."""
         self.wants, self.has_left_layer = wants, False
-        self._back.release()
-        self._go.acquire()
-        if self._cancelled:
+        self._back.put(None)
+        if not self._go.get():
             raise CancelledError
 
     def has_run(self, region: Region) -> None:
@@ -107,32 +105,31 @@ class MicroBatch:
     def cancel(self) -> None:
         """Ends it, if it has begun, wherever it is parked."""
         if self._runs:  # the waiting thread was interrupted
-            self._back.acquire()
-            self._runs = False
-        self._cancelled = True
+            self._back.get()
         if self._thread.ident is not None and self.wants is not None:
-            self._start()
+            self._turn(goes_on=False)
 
-    def _start(self) -> None:
+    def _turn(self, *, goes_on: bool) -> BaseException | None:
         if self._thread.ident is None:
             self._thread.start()
         self._runs = True
-        self._go.release()
-        self._back.acquire()
+        self._go.put(goes_on)
+        error = self._back.get()
         self._runs = False
+        return error
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._go.get()
         _here.micro_batch = self
         self.glue = Glue()  # on this thread, since each numbers autograd's nodes anew
+        raised: BaseException | None = None
         try:
             with self._settings.restored():
                 self.result = self._function()
         except CancelledError:
             pass
         except BaseException as error:
-            self._error = error
-        finally:
-            self.wants = None
-            del self._function, self.glue
-            self._back.release()
+            raised = error
+        self.wants = None
+        del self._function, self.glue
+        self._back.put(raised)

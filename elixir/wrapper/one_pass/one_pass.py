@@ -35,7 +35,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.late_units import follow_changes
 from elixir.wrapper.one_pass.gradient_stages import GradientStages
 from elixir.wrapper.one_pass.micro_batch import GLUE, MicroBatch
-from elixir.wrapper.one_pass.regions import Region, Root, differentiate
+from elixir.wrapper.one_pass.regions import Region, Root
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 
 _SEEDS = 2**62
@@ -122,8 +122,8 @@ class OnePass:
         here.park(number)
         self._stages.now += 1
         self._stages.use(self._layers[number].parameters())
-        region = Region(self._names[number], call, here.glue, self._device, self._engine.swapping)
-        output = region.forward(args, kwargs)
+        region = Region(self._names[number], call, self._device, self._engine.swapping)
+        output = region.forward(here.glue, args, kwargs)
         here.has_run(region)
         self._stages.now += 1
         return output
@@ -171,23 +171,32 @@ class OnePass:
 
     def _sweep(self) -> None:
         """The backward of everything before the tail."""
-        turns = list(zip(*(each.regions for each in self._micro_batches), strict=True))
-        order = [region for turn in reversed(turns) for region in turn]
-        self._stages.swept(2 * len(turns))
-        for number in reversed(range(len(turns))):
-            for index, region in enumerate(turns[number]):
+        turns = len(self._micro_batches[0].regions)
+        order = [each.regions[number] for number in reversed(range(turns)) for each in self._micro_batches]
+        self._stages.swept(2 * turns)
+        for number in reversed(range(turns)):
+            turn = [each.regions.pop() for each in self._micro_batches]
+            for index, region in enumerate(turn):
                 order.pop(0)
                 for following in order[:1]:  # while this one computes
                     following.fetch()
                 self._stages.micro_batch, self._stages.now = index, 2 * number + 1
                 self._differentiate(region.roots())
             self._stages.swept(2 * number + 1)
-            for index, region in enumerate(turns[number]):
+            for index, region in enumerate(turn):
                 self._stages.micro_batch, self._stages.now = index, 2 * number
                 self._differentiate(region.glue_roots)
             self._stages.swept(2 * number)
 
-    def _differentiate(self, roots: list[Root]) -> None:
+    def _differentiate(self, roots: Sequence[Root]) -> None:
+        """Calls autograd once, from the roots that have a gradient."""
         raise_waiting()
-        differentiate(roots)
-        self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise
+        edges, gradients = [], []
+        for edge, slot in roots:
+            gradient, slot.gradient = slot.gradient, None
+            if gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+        if edges:
+            torch.autograd.backward(edges, gradients)
+            self._engine.uses.backward_done()  # the weights of the last node stay pinned otherwise

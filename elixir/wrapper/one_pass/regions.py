@@ -11,9 +11,9 @@ so its operators may read what regions return, but nothing that an earlier glue 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,23 +61,8 @@ def _slot_at(node: Any) -> Slot | None:
     return slot if isinstance(slot, Slot) else None
 
 
-class Root(NamedTuple):
-    """The place where a backward begins: an edge of the graph, and the slot that has the gradient there."""
-
-    edge: GradientEdge
-    slot: Slot
-
-
-def differentiate(roots: Iterable[Root]) -> None:
-    """Calls autograd once, from the roots that have a gradient."""
-    edges, gradients = [], []
-    for edge, slot in roots:
-        gradient, slot.gradient = slot.gradient, None
-        if gradient is not None:
-            edges.append(edge)
-            gradients.append(gradient)
-    if edges:
-        torch.autograd.backward(edges, gradients)
+Root = tuple[GradientEdge, Slot]
+"""The place where a backward begins: an edge of the graph, and the slot that has the gradient there."""
 
 
 class Glue:
@@ -112,8 +97,8 @@ class Glue:
             slot = self._slots[edge] = Slot()
             # What it is made of may have a gradient already, which later regions or the loss have given. Autograd
             # begins with that, too, and adds the parts of this glue one by one, as in a graph that is not cut.
-            ends = [Root(GradientEdge(node, 0), node.slot) for node in self.ends_of([value])]
-            self._roots += [Root(edge, slot), *ends]
+            ends = [(GradientEdge(node, 0), node.slot) for node in self.ends_of([value])]
+            self._roots += [(edge, slot), *ends]
         return slot
 
     def ends_of(self, outputs: Sequence[Any]) -> list[Any]:
@@ -170,25 +155,22 @@ class Region:
     Args:
         name: of the layer.
         call: runs it.
-        glue: of the micro-batch.
         device: the device of compute.
         swapping: moves its inputs to the host meanwhile, if the plan says so.
     """
 
-    def __init__(
-        self, name: str, call: Callable[..., Any], glue: Glue, device: torch.device, swapping: Swapping
-    ) -> None:
-        self._name, self._call, self._glue, self._swapping = name, call, glue, swapping
+    def __init__(self, name: str, call: Callable[..., Any], device: torch.device, swapping: Swapping) -> None:
+        self._name, self._call, self._swapping = name, call, swapping
         self._random, self._autocast = RandomState(device), Autocast(device)
         self.glue_roots: list[Root] = []
         """The places where the backward of the glue before this begins."""
         self._outputs: list[tuple[int, Slot]] = []
 
-    def forward(self, args: Any, kwargs: Any) -> Any:
-        """Runs the layer; its floating outputs become leaves."""
+    def forward(self, glue: Glue, args: Any, kwargs: Any) -> Any:
+        """Runs the layer after the glue of its micro-batch; its floating outputs become leaves."""
         flat, self._spec = tree_flatten((args, kwargs))
         tensors = [item for item in flat if isinstance(item, torch.Tensor)]
-        inputs = {id(item): self._input(item, args) for item in tensors}
+        inputs = {id(item): self._input(item, glue.slot_of(item), args) for item in tensors}
         self._inputs = [inputs.get(id(item), item) for item in flat]
         # With gradients on, and nothing saved: without them other kernels may be chosen, such as those of attention
         # with a bias that needs a gradient, and what is recomputed would not be what was computed.
@@ -199,7 +181,7 @@ class Region:
         for moved in self._moved():
             moved.arrived()
         torch.clear_autocast_cache()  # one set of casts for each micro-batch would wait for the end of its forward
-        self.glue_roots = self._glue.over()
+        self.glue_roots = glue.over()
         results, spec = tree_flatten(output)
         for place, item in enumerate(results):
             if isinstance(item, torch.Tensor) and item.requires_grad:
@@ -228,10 +210,10 @@ class Region:
         begins = [(results[place], slot) for place, slot in outputs]
         # See `Glue.slot_of`: what later regions have read, too, has a gradient already.
         begins += [(given[key], kept.slot) for key, kept in inputs.items() if kept.slot is not None]
-        return [Root(get_gradient_edge(tensor), slot) for tensor, slot in begins if tensor.requires_grad]
+        return [(get_gradient_edge(tensor), slot) for tensor, slot in begins if tensor.requires_grad]
 
-    def _input(self, value: torch.Tensor, args: Any) -> _Input:
-        slot, moved = self._glue.slot_of(value), None
+    def _input(self, value: torch.Tensor, slot: Slot | None, args: Any) -> _Input:
+        moved = None
         # Parameters and leaves of the user's get their gradients themselves.
         if slot is not None or not value.requires_grad:
             given = [item for item in args if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]

@@ -48,8 +48,8 @@ class ThreadSettings:
 
     def __init__(self, device: torch.device) -> None:
         default = torch.get_default_device()
-        self._default = None if default.type == "cpu" else default
-        modes = dispatch_mode_count() or function_mode_count() > (self._default is not None)
+        self._default = contextlib.nullcontext() if default.type == "cpu" else default
+        modes = dispatch_mode_count() or function_mode_count() > (self._default is default)
         if modes or innermost_saved_tensors_hooks() is not None:
             raise InputError(
                 "a mode that watches operators (TorchDispatchMode or TorchFunctionMode), or hooks for saved tensors "
@@ -63,13 +63,8 @@ class ThreadSettings:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Sets them on this thread, meanwhile."""
-        with contextlib.ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
-            if self._default is not None:
-                stack.enter_context(self._default)
-            stack.enter_context(self._autocast.restored())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+        grad = torch.set_grad_enabled(self._grad)
+        with torch.cuda.stream(self._stream), self._default, self._autocast.restored(), grad:
             yield
 
 
