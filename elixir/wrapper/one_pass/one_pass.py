@@ -152,11 +152,10 @@ class OnePass:
                     self._resume(each)
             wants, *others = dict.fromkeys(each.wants for each in self._micro_batches)
             if others:
-                names = ["none" if layer is None else self._names[layer] for layer in (wants, others[0])]
+                calls = ["no more layers" if layer is None else self._names[layer] for layer in (wants, others[0])]
                 raise InputError(
-                    f"after {len(self._micro_batches[0].regions)} layers some micro-batches call {names[0]} next and "
-                    f"others {names[1]}, as LayerDrop does, but in a pass all call the same layers in the same order; "
-                    "leave such skips out, or plan with pass_size=1"
+                    f"some micro-batches call {calls[0]} where others call {calls[1]}, as with LayerDrop, but in a "
+                    "pass all call the same layers in the same order; leave such skips out, or plan with pass_size=1"
                 )
             if wants is None:
                 return
