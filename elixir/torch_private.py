@@ -9,7 +9,6 @@ version that drops or changes one is noticed there.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -157,45 +156,29 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-_looking: list[Callable[[Sequence[Any], Sequence[Any], bool], None]] = []
-_replaced: list[tuple[Any, Any]] = []  # PyTorch's function, or what a library has put in its place, and ours
-_changing = threading.Lock()
-
-
-def _seeing(run_backward: Any) -> Any:
-    def seen_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3] if len(args) > 3 else ()
-        for look in tuple(_looking) if inputs else ():
-            look(outputs, inputs, kwargs.get("accumulate_grad", False))
-        return run_backward(outputs, *args, **kwargs)
-
-    return seen_backward
-
-
 @contextmanager
-def seeing_asked_gradients(look: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Iterator[None]:
-    """Calls ``look(outputs, inputs, kept)`` before any thread computes the gradients of some inputs, meanwhile; `kept`
-    says whether these are added to ``.grad`` instead of returned.
+def seeing_backwards(look: Callable[[Sequence[Any], bool], None]) -> Iterator[None]:
+    """Calls ``look(outputs, asks)`` before Python code on any thread begins a backward, meanwhile; `asks` says whether
+    it asks for the gradients of some inputs alone, or for a graph of gradients.
 
     No torch function sees plain tensors, and code may have imported `torch.autograd.grad` under another name.
     Nothing is seen where PyTorch runs backward by another name. A function that a library has put there instead of
     PyTorch's is called, and is there again afterwards; one that it puts there meanwhile stays.
     """
-    with _changing:
-        before = getattr(torch.autograd, "_engine_run_backward", None)
-        if not _looking and before is not None:
-            _replaced.append((before, _seeing(before)))
-            torch.autograd._engine_run_backward = _replaced[-1][1]  # type: ignore[attr-defined]
-        _looking.append(look)
+    before: Any = getattr(torch.autograd, "_engine_run_backward", None)
+
+    def seen(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        look(outputs, bool(len(args) > 3 and (args[2] or args[3])))
+        return before(outputs, *args, **kwargs)
+
+    module: Any = torch.autograd
+    if before is not None:
+        module._engine_run_backward = seen
     try:
         yield
     finally:
-        with _changing:
-            _looking.remove(look)
-            if not _looking and _replaced:
-                before, ours = _replaced.pop()
-                if torch.autograd._engine_run_backward is ours:  # type: ignore[attr-defined]
-                    torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+        if getattr(module, "_engine_run_backward", None) is seen:
+            module._engine_run_backward = before
 
 
 version_counter_kept: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.optimizer import stepper_of
 
 _BF16, _FP16 = ("bf16-true", "bf16-mixed"), ("16-true", "16-mixed")
@@ -241,7 +240,6 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         def step(module: Any, micro_batch: Any) -> torch.Tensor:
             output = super(StrategyMixin, self).training_step(micro_batch, *args, **kwargs)
             loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
-            MicroBatch.begins_backward()
             super(StrategyMixin, self).backward(loss / len(batch), self.optimizers[0])
             return loss.detach()
 

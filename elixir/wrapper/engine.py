@@ -49,7 +49,7 @@ from elixir.wrapper.run_errors import RunErrors
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.views_of_engine import AnyStepper, RunningPass
-from elixir.wrapper.weight_uses import Frozen, WeightUses
+from elixir.wrapper.weight_uses import Frozen, WeightUses, ignored
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class Engine:
     def forward_over(self, *, of_part: bool = False) -> None:
         """Notes that it has returned."""
         if self._pass is not None:
-            self._pass.forward_over()
+            self._pass.used(())
             return
         self.phase.leave_forward()
         if not of_part:
@@ -326,7 +326,8 @@ class Engine:
         """Makes backward known at the model's output, before any of the model's nodes run."""
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             begins = weakly(self.backward_runs)
-            output.register_hook(lambda gradient: begins())
+            # In a pass, tensors that have entered a layer refuse other hooks.
+            torch.Tensor.register_hook(output, lambda gradient: begins())  # type: ignore[no-untyped-call]
 
     def backward_runs(self) -> None:
         """Notes that backward runs; the first call makes autograd report its end."""
@@ -383,8 +384,13 @@ class Engine:
         """Notes that forwards from here on are micro-batches of one pass, which has one backward."""
         self.refuse_unusable()
         self.forget_failed_backward()
-        self._pass, self.phase.takes_turns = running, True
-        self.gradients.hold_until(running.is_done)
+        self._set_pass(running)
+
+    def _set_pass(self, running: RunningPass | None) -> None:
+        self._pass = running
+        self.phase.takes_turns = self.swapping.paused = running is not None
+        self.uses.used_in_pass = ignored if running is None else running.used
+        self.gradients.hold_until(None if running is None else running.is_done)
 
     def refuse_in_pass(self, what: str) -> None:
         """Raises `InputError` after `close`, and in a pass of several micro-batches, whose gradients come later."""
@@ -408,8 +414,7 @@ class Engine:
     def pass_over(self, *, failed: bool = False) -> None:
         """Notes that all micro-batches of a pass have had their backward, or that one has raised: then the gradients
         that have come count, as after any backward that raises."""
-        self._pass, self.phase.takes_turns = None, False
-        self.gradients.hold_until(None)
+        self._set_pass(None)
         if failed:
             self.forget_failed_backward()
             self.forward_failed()

@@ -26,7 +26,6 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.late_units import refuse_compiled_around
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.module import ElixirModule
-from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.one_pass.one_pass import OnePass
 from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.stepper import Stepper
@@ -224,7 +223,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
             )
         self._engine.phase.refuse_closed()
         refuse_compiled_around(self._engine)
-        MicroBatch.begins_backward()
         scale = self._engine.loss_scale
         scale.begins_backward()
         for stepper in self._engine.steppers:  # all optimizers share the gradients
@@ -246,10 +244,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         With ``pass_size`` 1 this is the loop that it replaces. Otherwise the micro-batches of a pass go through each
         layer together: weights are fetched, and gradients sent home, once for all of them. Losses and, with one pass
         per step, gradients have the bits of the loop, if each micro-batch has one forward and one backward; several
-        passes or backwards, and those of shared weights over several forwards, are summed in another order. Each
-        micro-batch has a thread, of which one runs at a time, and its own random numbers; for those of a loop, set a
-        seed in `step_fn`. Their seeds follow from the state of PyTorch's CPU generator, which moves on only if a
-        micro-batch has drawn: without dropout, batches that are drawn from it are those of the loop.
+        passes or backwards are summed in another order. All micro-batches call the same layers in the same order, and
+        what runs between and after layers reads only what layers return. Each micro-batch has a thread, of which one
+        runs at a time, and its own random numbers; for those of a loop, set a seed in `step_fn`. Their seeds follow
+        from the state of PyTorch's CPU generator, which moves on only if a micro-batch has drawn: without dropout,
+        batches that are drawn from it are those of the loop.
 
         Args:
             step_fn: runs forward and backward (`backward` of this optimizer), and may return anything, such as the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +59,8 @@ class AnyStepper(Protocol):
 class RunningPass(Protocol):
     """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.gradient_stages`."""
 
-    def forward_over(self) -> None:
-        """Notes that a micro-batch has run the model's forward."""
+    def used(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Notes that weights are used, other than by a call of a layer, or that the model's forward is over."""
 
     def is_done(self, parameter: nn.Parameter) -> bool:
         """Whether all gradients of a parameter have come in this pass."""

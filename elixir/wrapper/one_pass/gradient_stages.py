@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir.access.autograd import backward_is_running
-from elixir.access.counted_parameter import CountedParameter
+from elixir.access.counted_parameter import GRADIENT, CountedParameter
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.one_pass.late_hooks import hooks_of
 from elixir.wrapper.one_pass.micro_batch import MicroBatch
 from elixir.wrapper.weight_uses import incomplete_gradient
 
-_GRADIENT: Any = torch.Tensor.grad
+
+def _read(parameter: nn.Parameter) -> Any:
+    if MicroBatch.here() is not None and not backward_is_running():
+        raise incomplete_gradient(f"A parameter of shape {list(parameter.shape)}")
+    return GRADIENT.__get__(parameter)
 
 
-class _Staying(nn.Parameter):
-    """A parameter whose gradient stays with it, and is not complete while micro-batches of a pass run."""
-
-    def _read(self) -> Any:
-        if MicroBatch.here() is not None and not backward_is_running():
-            raise incomplete_gradient(f"A parameter of shape {list(self.shape)}")
-        return _GRADIENT.__get__(self)
-
-    def _write(self, value: torch.Tensor | None) -> None:
-        _GRADIENT.__set__(self, value)
-
-    grad = property(_read, _write)
-
-
-class _CountedStaying(_Staying, CountedParameter):
-    """The same, whose writes are counted."""
-
-
-_STAYING: dict[Any, Any] = {nn.Parameter: _Staying, CountedParameter: _CountedStaying}
+_KINDS: tuple[Any, ...] = (nn.Parameter, CountedParameter)
+_STAYING: dict[Any, Any] = {
+    kind: type(kind)(f"Staying{kind.__name__}", (kind,), {"grad": property(_read, GRADIENT.__set__)}) for kind in _KINDS
+}
+"""Class -> that of parameters whose gradient stays with them, and is not complete while micro-batches of a pass run."""
 
 
 class GradientStages:
@@ -54,28 +46,32 @@ class GradientStages:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.now = 0
-        """The stage that runs."""
-        self.micro_batch = 0
-        """The micro-batch that runs."""
+        self.now = self.micro_batch = 0
+        """The stage and the micro-batch that run."""
         self._first: dict[nn.Parameter, int] = {}  # the first stage that uses a parameter
         self._done = 2**62  # the lowest stage all of whose gradients have come
         self._parts: dict[nn.Parameter, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
-        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         """The gradients so far, such as those of earlier passes, of parameters with which gradients stay."""
-        self._handles: list[Any] = []
-        self._classes: list[tuple[Any, Any]] = []
 
-    def open(self) -> None:
-        """Watches the parameters with which gradients stay, until `close`."""
-        places = self._engine.places
-        staying = [parameter for parameter in places if parameter.requires_grad and not self._leaves(parameter)]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the parameters with which gradients stay, meanwhile."""
+        staying: list[Any] = [each for each in self._engine.places if each.requires_grad and not self._leaves(each)]
+        kinds = [type(parameter) for parameter in staying]
         self._before = {parameter: parameter.grad for parameter in staying}
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in staying]
-        self._classes = [(parameter, type(parameter)) for parameter in staying]
-        for parameter, own in self._classes:
-            parameter.grad = None
-            parameter.__class__ = _STAYING.get(own, own)
+        handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in staying]
+        try:
+            for parameter, kind in zip(staying, kinds, strict=True):
+                parameter.grad = None
+                parameter.__class__ = _STAYING.get(kind, kind)
+            yield
+        finally:
+            for parameter, kind, handle in zip(staying, kinds, handles, strict=True):
+                handle.remove()
+                parameter.__class__ = kind
+            for parameter, before in self._before.items():  # those that got no more gradient
+                parameter.grad = before
 
     def use(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Notes that the present stage uses parameters."""
@@ -83,20 +79,10 @@ class GradientStages:
             if parameter is not None:
                 self._first.setdefault(parameter, self.now)
 
-    def begins_with(self, parameter: torch.Tensor) -> bool:
-        """Whether the present stage is the first that uses a parameter."""
-        return isinstance(parameter, nn.Parameter) and self._first.get(parameter) == self.now
-
-    def forward_over(self) -> None:
-        """A micro-batch has run the model's forward."""
+    def used(self, parameters: Iterable[nn.Parameter | None]) -> None:
+        """Notes that operators between layers use parameters, after the layer before for all micro-batches."""
         MicroBatch.waits_after_layer()
-
-    def set_aside(self) -> None:
-        """Keeps what micro-batches that skip the next layers have given, ahead of the parts that the others give."""
-        with DisableTorchFunctionSubclass():
-            for parameter, _ in self._classes:
-                if parameter.grad is not None:
-                    self._before[parameter], parameter.grad = parameter.grad, None
+        self.use(parameters)
 
     def is_done(self, parameter: nn.Parameter) -> bool:
         """Whether all its gradients have come, and none waits here; no for one that no stage is known to use."""
@@ -109,17 +95,18 @@ class GradientStages:
             InputError: all parts were thought to have come, or the user's hooks would get parts.
         """
         if self.is_done(parameter):
-            name = self._engine.places[parameter][1].name
             raise InputError(
-                f"operators before a layer read {name}, which belongs to a later module, without calling that; "
-                "call the module, or plan with pass_size=1"
+                f"operators before a layer read {self._name(parameter)}, which belongs to a later module, without "
+                "calling that; call the module, or plan with pass_size=1"
             )
         if self._first.setdefault(parameter, self.now) == self.now and parameter not in self._parts:
             return False
-        if hooks_of(parameter):
+        with DisableTorchFunctionSubclass():  # no use of a weight
+            hooks = parameter._backward_hooks
+        if hooks:
             raise InputError(
-                f"a hook on {self._engine.places[parameter][1].name} gets the gradients of several modules that share "
-                "it one by one in a pass, instead of their sum; leave the hook out, or plan with pass_size=1"
+                f"a hook on {self._name(parameter)} gets the gradients of several modules that share it one by one in "
+                "a pass, instead of their sum; leave the hook out, or plan with pass_size=1"
             )
         parts = self._parts.setdefault(parameter, {})
         had = parts.get(self.micro_batch)
@@ -133,48 +120,29 @@ class GradientStages:
         """Notes that no more gradients come in a stage and those after it; what is complete leaves."""
         self._done = stage
         for parameter in [parameter for parameter in self._parts if self._first[parameter] >= stage]:
-            parts = self._parts[parameter]
-            in_order = [parts[index].to(parameter.device) for index in sorted(parts)]
+            parts = self._parts.pop(parameter)
             with DisableTorchFunctionSubclass():
-                if self._leaves(parameter):
-                    # Each is added to what is there, in which micro-batches that skip the last layers come first. The
-                    # chunk leaves with the last one.
-                    for part in in_order[:-1]:
-                        self._engine.gradients.take(*self._engine.places[parameter], part)
-                    del self._parts[parameter]
-                    self._engine.gradients.take(*self._engine.places[parameter], in_order[-1])
-                else:
-                    del self._parts[parameter]
-                    parameter.grad = _sum([*self._earlier(parameter), *in_order])
+                self._give(parameter, (parts[index].to(parameter.device) for index in sorted(parts)))
         self._engine.gradients.release()
 
-    def close(self) -> None:
-        """Takes the hooks off the parameters, and gives those that got no more gradient the one that they had."""
-        for handle in self._handles:
-            handle.remove()
-        for parameter, own in self._classes:
-            parameter.__class__ = own
-        for parameter, before in self._before.items():
-            parameter.grad = before
+    def _name(self, parameter: nn.Parameter) -> str:
+        return self._engine.places[parameter][1].name
 
     def _leaves(self, parameter: torch.Tensor) -> bool:
         """Whether its gradients go through gradient blocks, rather than stay with it."""
         return self._engine.places[parameter][0].index in self._engine.gradients.by_chunk
 
-    def _earlier(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """Gives away its gradient so far, if it has one."""
-        before = self._before.pop(parameter, None)
-        return [] if before is None else [before]
-
     def _arrived(self, parameter: Any) -> None:
         if self.keeps(parameter, parameter.grad):
             parameter.grad = None
-        elif parameter in self._before:
-            parameter.grad = _sum([*self._earlier(parameter), parameter.grad])
+        else:
+            self._give(parameter, [parameter.grad])
 
-
-def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Adds parts to the first, in order."""
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
+    def _give(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor]) -> None:
+        """Adds parts up in order, to the gradient so far if it stays with the parameter, and lets the sum go there."""
+        before = self._before.pop(parameter, None)
+        total = functools.reduce(torch.Tensor.add_, parts if before is None else itertools.chain([before], parts))
+        if self._leaves(parameter):
+            self._engine.gradients.take(*self._engine.places[parameter], total)
+        else:
+            parameter.grad = total

@@ -7,17 +7,19 @@ and autograd's numbering per thread.
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from elixir.wrapper.one_pass.regions import Glue, Region
 from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
 
 _here = threading.local()
-GLUE = (0, -1)  # comes before every call of a layer
-TAIL = (1 << 62, 0)  # comes after them
+GLUE = -1
 
 
 class CancelledError(BaseException):
@@ -44,21 +46,20 @@ class MicroBatch:
         device: torch.device,
     ) -> None:
         self.index = index
-        self.is_over = False
         self.result: Any = None
-        self.wants: tuple[int, int] | None = None
-        """Call and number of the layer at which it is parked, which rise in most models; None if it runs."""
+        self.wants: int | None = GLUE
+        """The number of the layer that it runs next; `GLUE`: operators before a layer or after the last one; None: it
+        is over."""
+        self.has_drawn = False
+        """Whether it has used random numbers of its state."""
+        self.regions: list[Region] = []
+        """Its calls of layers so far, in order."""
         self.has_left_layer = False
-        """Whether it has used no weights since the last layer."""
-        self.is_early: Callable[[], bool] = lambda: False
-        """Whether micro-batches before this one have layers before them that this one has skipped."""
-        self.at_backward: Callable[[], None] = lambda: None
-        """Called before its backward begins."""
-        self._function, self._settings, self._device = function, settings, device
-        self._random = self._random_at_first = random
-        self._error: BaseException | None = None
-        self._cancelled = self._runs = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        """Whether it has used no weights since its last layer."""
+        self._function, self._settings, self._random, self._device = function, settings, random, device
+        self._runs = False
+        self._go = queue.SimpleQueue[bool]()  # whether it goes on, rather than ends
+        self._back = queue.SimpleQueue[BaseException | None]()  # what it has raised, if it has
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=f"micro-batch {index}", daemon=True)
 
@@ -68,34 +69,27 @@ class MicroBatch:
         found: MicroBatch | None = getattr(_here, "micro_batch", None)
         return found
 
-    @property
-    def has_drawn(self) -> bool:
-        """Whether it has used random numbers of its state."""
-        first, now = self._random_at_first, self._random
-        return first is not None and now is not None and not now.is_same(first)
-
     def resume(self) -> None:
         """Lets it run until it parks or is over; raises what it raises. The caller waits meanwhile."""
-        outside = None
-        if self._random is not None:
-            outside = RandomState(self._device)
-            self._random.restore()
-        self._start()
-        if outside is not None:
-            self._random = RandomState(self._device)
-            outside.restore()
-        if self._error is not None:
-            error, self._error = self._error, None
+        with nullcontext() if self._random is None else self._random.restored():
+            error = self._turn(goes_on=True)
+            if self._random is not None:
+                before, self._random = self._random, RandomState(self._device)
+                self.has_drawn = self.has_drawn or not self._random.is_same(before)
+        if error is not None:
             raise error
 
-    def park(self, wants: tuple[int, int]) -> None:
+    def park(self, wants: int) -> None:
         """Gives the turn back, on its own thread, and goes on once it is resumed."""
-        self.wants = wants
-        self._back.release()
-        self._go.acquire()
-        if self._cancelled:
+        self.wants, self.has_left_layer = wants, False
+        self._back.put(None)
+        if not self._go.get():
             raise CancelledError
-        self.wants = None
+
+    def has_run(self, region: Region) -> None:
+        """Notes a call of a layer. It goes on until it uses weights, or its forward ends."""
+        self.regions.append(region)
+        self.has_left_layer = True
 
     @classmethod
     def waits_after_layer(cls) -> None:
@@ -106,48 +100,36 @@ class MicroBatch:
         """
         here = cls.here()
         if here is not None and here.has_left_layer:
-            here.has_left_layer = False
             here.park(GLUE)
-
-    @classmethod
-    def begins_backward(cls) -> None:
-        """Waits for the others if this thread's micro-batch has skipped the last layers, as LayerDrop does: a loop sums
-        the gradients of the tail in order."""
-        cls.waits_after_layer()
-        here = cls.here()
-        if here is not None:
-            here.at_backward()
-            if here.is_early():
-                here.park(TAIL)
 
     def cancel(self) -> None:
         """Ends it, if it has begun, wherever it is parked."""
         if self._runs:  # the waiting thread was interrupted
-            self._back.acquire()
-            self._runs = False
-        self._cancelled = True
-        if self._thread.ident is not None and not self.is_over:
-            self._start()
+            self._back.get()
+        if self._thread.ident is not None and self.wants is not None:
+            self._turn(goes_on=False)
 
-    def _start(self) -> None:
+    def _turn(self, *, goes_on: bool) -> BaseException | None:
         if self._thread.ident is None:
             self._thread.start()
         self._runs = True
-        self._go.release()
-        self._back.acquire()
+        self._go.put(goes_on)
+        error = self._back.get()
         self._runs = False
+        return error
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._go.get()
         _here.micro_batch = self
+        self.glue = Glue()  # on this thread, since each numbers autograd's nodes anew
+        raised: BaseException | None = None
         try:
             with self._settings.restored():
                 self.result = self._function()
         except CancelledError:
             pass
         except BaseException as error:
-            self._error = error
-        finally:
-            self.is_over, self.wants = True, None
-            del self._function
-            self._back.release()
+            raised = error
+        self.wants = None
+        del self._function, self.glue
+        self._back.put(raised)

@@ -1,106 +1,45 @@
-"""`Region`: one call of a layer for one micro-batch, which runs again in backward; `Trail`: what lies between them.
+"""`Region`: one call of a layer for one micro-batch, which runs again in backward.
 
-A region runs without keeping a graph and keeps its inputs. What it returns are leaves, at which autograd stops. So each
-backward is one call of autograd for one region and one micro-batch, in an order that the pass decides, and the
-gradients of a parameter are summed over the micro-batches as a loop does it.
+A region runs without keeping a graph, and keeps its inputs. A graph ends where a tensor enters or leaves a region; the
+gradient that arrives there waits in a `Slot`. So each backward is one call of autograd, for one micro-batch and either
+one region or the operators before it, in an order that the pass decides, and the gradients of a parameter are summed
+over the micro-batches as a loop does it.
 
-Operators between two regions are called *glue*. A tensor that glue has made and that enters a region becomes a leaf in
-place, so that later regions and glue stop there; its own graph waits until backward has come to that glue.
+Operators between two regions are called *glue*. The backward of a glue is over before that of an earlier region begins,
+so its operators may read what regions return, but nothing that an earlier glue has made: that is refused.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from elixir.access.recomputation import with_own_caches
 from elixir.access.swapping import MovedTensor, Swapping
 from elixir.errors import InputError
 from elixir.torch_private import sequence_number, tree_flatten, tree_unflatten
-from elixir.wrapper.one_pass.late_hooks import LateHooks, hooks_of, late_hook, refuse_retained
 from elixir.wrapper.one_pass.settings import Autocast, RandomState
-
-Roots = list[tuple[Any, torch.Tensor]]
-"""Tensors, or edges of the graph, with their gradients: where a backward begins."""
 
 
 class Slot:
-    """The gradient of a leaf.
+    """The gradient of a tensor at which a graph ends."""
 
-    Args:
-        glue: number of the glue that reads the leaf first, or that has made it.
-        made: number of the next node of autograd then, one for all outputs of a region; None: of the next node now.
-    """
-
-    __slots__ = ("__weakref__", "glue", "gradient", "made")
-
-    def __init__(self, glue: int, made: int | None = None) -> None:
-        self.gradient: torch.Tensor | None = None
-        self.glue = glue
-        self.made = sequence_number() if made is None else made
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """Adds what one use of the leaf gives, as autograd would.
-
-        Raises:
-            InputError: the gradient has a graph, in which what comes after it is missing.
-        """
-        if gradient.requires_grad:
-            raise InputError(
-                "backward was asked for a graph of gradients (create_graph=True), which in a pass of several "
-                "micro-batches ends at each layer; leave it out, or plan with pass_size=1"
-            )
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-    def take(self) -> torch.Tensor | None:
-        """Gives the gradient away."""
-        gradient, self.gradient = self.gradient, None
-        return gradient
+    gradient: torch.Tensor | None = None
 
     def leaf(self, value: torch.Tensor) -> torch.Tensor:
         """The value without its graph, for glue and layers to read; unlike a leaf of autograd it may be written to."""
         leaf: torch.Tensor = _Caught.apply(value.detach().requires_grad_(), self)  # type: ignore[no-untyped-call]
-        leaf.elixir_slot = self, leaf.grad_fn  # type: ignore[attr-defined]
         return leaf
-
-    def cut(self, value: torch.Tensor) -> None:
-        """Takes the graph off a tensor, which readers may have already, and makes it send its gradients here."""
-        value.detach_().requires_grad_()
-        value._backward_hooks = None  # these stay with the graph, where they get the sum of all gradients
-        value.elixir_slot = self, None  # type: ignore[attr-defined]
-        strides, restrided = value.stride(), list[torch.Tensor]()
-
-        def passes(gradient: torch.Tensor | None) -> None:
-            """Keeps a gradient to which autograd would give the strides of the leaf: other kernels may follow it. This
-            runs for `torch.autograd.grad` of the leaf, too, which returns the gradient instead."""
-            restrided.clear()
-            if gradient is not None and gradient.stride() != strides and not gradient.requires_grad:
-                restrided.append(gradient)  # none with a graph, which would keep itself alive
-
-        def arrived(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            if restrided:
-                gradient = restrided.pop()
-            if gradient is not None:
-                self.add(gradient)
-
-        value.register_hook(passes)
-        value.register_post_accumulate_grad_hook(arrived)
-        refuse_retained(value)
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Slot | None:
-        """The slot of a leaf, or of what stands for it; None for anything else."""
-        slot, node = getattr(value, "elixir_slot", (None, None))
-        return slot if value.grad_fn is node else None  # an in-place write has given it another node
 
 
 class _Caught(torch.autograd.Function):
-    """Gives a tensor on, and its gradient to a slot, as it is: autograd would give it the strides of the tensor."""
+    """Gives a tensor on, and its gradient to a slot, as it is: autograd would give it the strides of the tensor, and
+    other kernels might follow."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -111,165 +50,102 @@ class _Caught(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
         if gradient is not None:
-            ctx.slot.add(gradient)
+            had = ctx.slot.gradient
+            ctx.slot.gradient = gradient if had is None else had + gradient
         return None, None
 
 
-def leaf_of(node: Any) -> tuple[torch.Tensor | None, Slot | None]:
-    """The leaf at which a node of autograd ends a graph, and the slot that gets its gradient; None for other nodes."""
-    variable = getattr(node, "variable", None)
-    slot = getattr(node, "slot", None) if variable is None else Slot.of(variable)
-    return variable, slot if isinstance(slot, Slot) else None
+def _slot_at(node: Any) -> Slot | None:
+    """The slot of a node of autograd; None for one at which no graph ends."""
+    slot = getattr(node, "slot", None)
+    return slot if isinstance(slot, Slot) else None
 
 
-class _Begin(torch.autograd.Function):
-    """Begins a backward at an output, and lets go of its gradient: autograd holds those that it is given to its end."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-        ctx.gradients = gradients
-        return output.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gradients.pop(), None
+Root = tuple[GradientEdge, Slot]
+"""The place where a backward begins: an edge of the graph, and the slot that has the gradient there."""
 
 
-def beginnings(roots: Roots) -> tuple[list[Any], list[torch.Tensor]]:
-    """Takes `roots` over: tensors and gradients for a call of autograd, which holds neither for long."""
-    tensors, gradients = [], []
-    with torch.enable_grad():
-        while roots:
-            root, gradient = roots.pop(0)
-            if isinstance(root, torch.Tensor):
-                root = _Begin.apply(root, [gradient])  # type: ignore[no-untyped-call]
-                gradient = root.detach()
-            tensors.append(root)
-            gradients.append(gradient)
-    return tensors, gradients
-
-
-class Trail:
-    """The backward that one micro-batch has left between its regions."""
+class Glue:
+    """The operators that one micro-batch runs after a region and before the next."""
 
     def __init__(self) -> None:
-        self._marks = [sequence_number()]
-        """By glue, the number of autograd's first node in it; each thread counts its own."""
-        self._edges: dict[int, list[tuple[Any, Slot]]] = {}
-        self._views: dict[int, dict[int, tuple[torch.Tensor, Slot]]] = {}
-        self._entered: list[LateHooks] = []
-        """The hooks of tensors that have entered a region."""
+        self._slots: dict[GradientEdge, Slot] = {}  # of what has entered regions
+        self._roots: list[Root] = []
+        self._first = sequence_number()
 
-    @property
-    def glue(self) -> int:
-        """Number of the glue that runs now: regions that have run."""
-        return len(self._marks) - 1
-
-    @property
-    def glue_began(self) -> int:
-        """The number of autograd's first node in the glue that runs now."""
-        return self._marks[-1]
-
-    def region_over(self) -> None:
-        """Begins the next glue."""
-        self._marks.append(sequence_number())
+    def over(self) -> list[Root]:
+        """Begins the next glue, since a region is over; returns where the backward of the last one begins."""
+        roots, self._roots, self._first = self._roots, [], sequence_number()
+        return roots
 
     def slot_of(self, value: torch.Tensor) -> Slot | None:
-        """The slot for the gradient of a region's input; None for an input without a graph, such as a parameter."""
-        slot = Slot.of(value)
+        """The slot for the gradient of what enters a region; None if it has no graph, such as a parameter.
+
+        Raises:
+            InputError: a hook waits for this gradient, or operators of an earlier glue are part of the graph.
+        """
+        if not value.requires_grad or isinstance(value, nn.Parameter):
+            return None
+        if value._backward_hooks or value.retains_grad:
+            _refuse_hook(value.shape)
+        if value.grad_fn is None:
+            return None
+        refuse_hooks(value)
+        edge = get_gradient_edge(value)
+        slot = _slot_at(edge.node) or self._slots.get(edge)
         if slot is None:
-            if value.grad_fn is None:
-                return None
-            if value.retains_grad:
-                raise late_hook(value.shape)
-            glue = self._made_in(value)
-            if value._is_view():  # cannot be detached in place
-                views = self._views.setdefault(glue, {})
-                return views.setdefault(id(value), (value, Slot(glue)))[1]
-            edge = torch.autograd.graph.get_gradient_edge(value)
-            slot = Slot(glue)
-            slot.cut(value)
-            self._edges.setdefault(glue, []).append((edge, slot))
-        self.watch(value)
+            slot = self._slots[edge] = Slot()
+            # What it is made of may have a gradient already, which later regions or the loss have given. Autograd
+            # begins with that, too, and adds the parts of this glue one by one, as in a graph that is not cut.
+            ends = [(GradientEdge(node, 0), node.slot) for node in self.ends_of([value])]
+            self._roots += [(edge, slot), *ends]
         return slot
 
-    def watch(self, value: torch.Tensor) -> None:
-        """Refuses hooks that this tensor has when backward begins."""
-        self._entered.append(LateHooks.watched(value))
-
-    def refuse_hooked(self) -> None:
-        """Refuses hooks of tensors that have entered a region, whose gradients come without them.
+    def ends_of(self, outputs: Sequence[Any]) -> list[Any]:
+        """The nodes of what has left regions, from which this glue has made tensors, or edges of the graph.
 
         Raises:
-            InputError: there are some.
+            InputError: operators before the last region have taken part.
         """
-        for entered in self._entered:
-            entered.refuse()
-
-    def roots(self, glue: int) -> Roots:
-        """The tensors and gradients with which the backward of a glue begins; they are given away."""
-        found: list[tuple[Any, Slot]] = [*self._views.pop(glue, {}).values(), *self._edges.pop(glue, ())]
-        return [(root, gradient) for root, slot in found if (gradient := slot.take()) is not None]
-
-    def _made_in(self, tensor: torch.Tensor) -> int:
-        """The oldest glue to whose operators a tensor's graph leads: nothing may be left of it once backward is there.
-
-        Raises:
-            InputError: it also leads to outputs of later regions, whose backward comes first.
-        """
-        oldest, newest_leaf = self.glue, -1
-        todo, seen = [tensor.grad_fn], set()
+        todo = [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
+        found: dict[Any, None] = {}
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node is None or node in found or hasattr(node, "variable"):
                 continue
-            seen.add(node)
-            variable, slot = leaf_of(node)
-            if slot is not None:
-                newest_leaf = max(newest_leaf, slot.glue)
-            if variable is not None:
-                continue
-            while oldest and node._sequence_nr() < self._marks[oldest]:
-                oldest -= 1
-            if slot is not None:
-                continue
-            todo += [following for following, _ in node.next_functions]
-        if newest_leaf > oldest:
-            raise InputError(
-                "between two layers, this model computes with a tensor from before earlier layers and with their "
-                "outputs, so its micro-batches cannot pass the layers together; plan with pass_size=1"
-            )
-        return oldest
+            found[node] = None
+            if _slot_at(node) is None:
+                todo += [following for following, _ in node.next_functions]
+                if node._sequence_nr() < self._first:
+                    raise InputError(
+                        "after a layer, this model or its loss computes with a tensor from before that layer, or with "
+                        "one from inside of it that is not among its outputs, so its micro-batches cannot pass the "
+                        "layers together; plan with pass_size=1"
+                    )
+        return [node for node in found if _slot_at(node) is not None]
 
 
 class _Input:
     """One tensor among a region's inputs."""
 
-    __slots__ = ("_kept", "_version", "slot")
-
-    def __init__(self, value: torch.Tensor, version: int, sent: MovedTensor | None, trail: Trail) -> None:
-        self.slot = trail.slot_of(value) if value.requires_grad else None
-        self._version = version
+    def __init__(self, value: torch.Tensor, slot: Slot | None, moved: MovedTensor | None) -> None:
+        self.slot, self.moved, self._version = slot, moved, value._version
         # A parameter, or a leaf of the user's, gets its gradient itself.
-        gets_gradient = value.requires_grad and self.slot is None
-        self._kept = sent or (value if gets_gradient else value.detach())
-        if sent is not None:
-            sent.arrived()
+        self._kept = moved or (value if value.requires_grad and slot is None else value.detach())
 
-    def fetch(self) -> None:
-        """Begins to bring it back, if it is on the host."""
-        if isinstance(self._kept, MovedTensor):
-            self._kept.fetch()
+    def refuse_written(self, value: torch.Tensor, layer: str) -> None:
+        """Raises if it is not as it was when the region began."""
+        if value._version != self._version:
+            raise InputError(
+                f"an input of the layer {layer} was written to in place, by the layer or after it, which could not run "
+                "again in backward; leave the operation out, or plan with pass_size=1"
+            )
 
     def again(self, layer: str) -> torch.Tensor:
         """The input for another run, without the graph that made it."""
-        kept = self._kept
-        if isinstance(kept, torch.Tensor) and kept._version != self._version:
-            raise InputError(
-                f"an input of the layer {layer} was written to in place after the layer, which could not run again in "
-                "backward; leave the operation out"
-            )
-        value = kept if isinstance(kept, torch.Tensor) else kept.tensor()
+        if isinstance(self._kept, torch.Tensor):
+            self.refuse_written(self._kept, layer)
+        value = self._kept if isinstance(self._kept, torch.Tensor) else self._kept.tensor()
         return value if self.slot is None else self.slot.leaf(value)
 
 
@@ -279,122 +155,79 @@ class Region:
     Args:
         name: of the layer.
         call: runs it.
-        trail: of the micro-batch.
         device: the device of compute.
         swapping: moves its inputs to the host meanwhile, if the plan says so.
     """
 
-    def __init__(
-        self, name: str, call: Callable[..., Any], trail: Trail, device: torch.device, swapping: Swapping
-    ) -> None:
-        self._name, self._call, self._trail, self._device = name, call, trail, device
-        self._swapping = swapping
+    def __init__(self, name: str, call: Callable[..., Any], device: torch.device, swapping: Swapping) -> None:
+        self._name, self._call, self._swapping = name, call, swapping
+        self._random, self._autocast = RandomState(device), Autocast(device)
+        self.glue_roots: list[Root] = []
+        """The places where the backward of the glue before this begins."""
         self._outputs: list[tuple[int, Slot]] = []
-        self._caught: list[tuple[Any, int, Slot]] = []
 
-    def forward(self, args: Any, kwargs: Any) -> Any:
-        """Runs the layer; its floating outputs become leaves."""
+    def forward(self, glue: Glue, args: Any, kwargs: Any) -> Any:
+        """Runs the layer after the glue of its micro-batch; its floating outputs become leaves."""
         flat, self._spec = tree_flatten((args, kwargs))
-        versions = [(item, item._version) for item in flat if isinstance(item, torch.Tensor)]
-        hooked = [(item, hooks_of(item)) for item, _ in versions]
-        given = [item for item in args if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
-        sent = {
-            id(item): self._swapping.input_of(self._name, number, item)
-            for number, item in enumerate(given)
-            if not (item.is_leaf and item.requires_grad and Slot.of(item) is None)  # which gets its gradient itself
-        }
-        self._random, self._autocast = RandomState(self._device), Autocast(self._device)
-        collector = _collector()
-        before = {key: len(items) for key, items in collector.items() if isinstance(items, list)}
+        tensors = [item for item in flat if isinstance(item, torch.Tensor)]
+        inputs = {id(item): self._input(item, glue.slot_of(item), args) for item in tensors}
+        self._inputs = [inputs.get(id(item), item) for item in flat]
         # With gradients on, and nothing saved: without them other kernels may be chosen, such as those of attention
         # with a bias that needs a gradient, and what is recomputed would not be what was computed.
         with torch.autograd.graph.saved_tensors_hooks(_forget, self._refuse):
-            output = self._call(*args, **kwargs)
-        for item, known in hooked:
-            if hooks_of(item) - known:
-                raise late_hook(item.shape)
-        if any(item._version != version for item, version in versions):
-            raise InputError(
-                f"the layer {self._name} writes to its input in place, with which it could not run again in backward; "
-                "plan with pass_size=1"
-            )
-        inputs = {id(item): _Input(item, version, sent.get(id(item)), self._trail) for item, version in versions}
-        self._inputs = [inputs[id(item)] if isinstance(item, torch.Tensor) else item for item in flat]
-        Autocast.forget_casts()  # one set for each micro-batch would wait for the end of its forward
-        self._trail.region_over()
+            output = self._run(args, kwargs)
+        for item in tensors:
+            inputs[id(item)].refuse_written(item, self._name)
+        for moved in self._moved():
+            moved.arrived()
+        torch.clear_autocast_cache()  # one set of casts for each micro-batch would wait for the end of its forward
+        self.glue_roots = glue.over()
         results, spec = tree_flatten(output)
-        leaves: dict[int, torch.Tensor] = {}
         for place, item in enumerate(results):
-            if isinstance(item, torch.Tensor) and item.requires_grad and id(item) not in inputs:
-                results[place], slot = self._leaf(item)
+            if isinstance(item, torch.Tensor) and item.requires_grad:
+                slot = Slot()
+                results[place] = slot.leaf(item)
+                refuse_hooks(item)  # which code inside of the layer may have kept
                 self._outputs.append((place, slot))
-                leaves[id(item)] = results[place]
-        for key, first in before.items():  # what hooks inside have caught, such as router logits, is an output, too
-            items = collector[key]
-            for at in range(first, len(items)):
-                item = items[at]
-                if id(item) in leaves:  # one leaf, so that its gradient is one sum
-                    items[at] = leaves[id(item)]
-                elif isinstance(item, torch.Tensor) and item.requires_grad:
-                    entered = id(item) in inputs
-                    if entered and Slot.of(item) is not None:
-                        continue  # it ends at a slot already
-                    items[at], slot = self._leaf(item)
-                    if entered:  # a view or a leaf of the user's, in whose gradient the layer has a part
-                        self._trail.watch(items[at])
-                    self._caught.append((key, at - first, slot))
         return tree_unflatten(results, spec)
 
     def fetch(self) -> None:
         """Begins to bring back inputs that are on the host."""
-        for kept in self._inputs:
-            if isinstance(kept, _Input):
-                kept.fetch()
+        for moved in self._moved():
+            moved.fetch()
 
-    def backward(self, differentiate: Callable[[Roots], None]) -> None:
-        """Runs the layer again, and its backward, if any of its outputs has a gradient."""
-        wanted = [(place, gradient) for place, slot in self._outputs if (gradient := slot.take()) is not None]
-        caught = [(key, at, gradient) for key, at, slot in self._caught if (gradient := slot.take()) is not None]
-        if not wanted and not caught:
-            return
-        roots: Roots = []
-        with torch.enable_grad():
-            given = {id(kept): kept.again(self._name) for kept in self._inputs if isinstance(kept, _Input)}
-            for kept in self._inputs:
-                had = kept.slot.take() if isinstance(kept, _Input) and kept.slot is not None else None
-                if had is not None:
-                    # Later regions have read it, too. Parts of this region are added to that gradient one by one, as in
-                    # a graph that is not cut, instead of to each other first.
-                    given[id(kept)] = given[id(kept)].view_as(given[id(kept)])
-                    roots.append((given[id(kept)], had))
-        flat = [given[id(kept)] if isinstance(kept, _Input) else kept for kept in self._inputs]
-        results, collected = self._run_again(flat, caught)
-        del flat, given
-        roots = [
-            *((results[place], gradient) for place, gradient in wanted if results[place].requires_grad),
-            *((collected[key][place], gradient) for key, place, gradient in caught),
-            *roots,
-        ]
-        del results, collected, wanted, caught
-        differentiate(roots)
+    def roots(self) -> list[Root]:
+        """Runs the layer again, if any of its outputs has a gradient; returns where its backward begins."""
+        outputs = [(place, slot) for place, slot in self._outputs if slot.gradient is not None]
+        if not outputs:
+            return []
+        inputs = {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}
+        given = {key: kept.again(self._name) for key, kept in inputs.items()}
+        args, kwargs = tree_unflatten([given.get(id(kept), kept) for kept in self._inputs], self._spec)
         self._inputs = []
+        with self._random.restored(), self._autocast.restored():
+            results = tree_flatten(self._run(args, kwargs))[0]
+        begins = [(results[place], slot) for place, slot in outputs]
+        # See `Glue.slot_of`: what later regions have read, too, has a gradient already.
+        begins += [(given[key], kept.slot) for key, kept in inputs.items() if kept.slot is not None]
+        return [(get_gradient_edge(tensor), slot) for tensor, slot in begins if tensor.requires_grad]
 
-    def _run_again(self, flat: list[Any], caught: list[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-        args, kwargs = tree_unflatten(flat, self._spec)
-        present = RandomState(self._device)
-        self._random.restore()
-        try:
-            with torch.enable_grad(), self._autocast.restored(), _collecting([key for key, *_ in caught]) as collected:
-                output = self._call(*args, **kwargs)
-        finally:
-            Autocast.forget_casts()  # the weights will change, perhaps inside of the same outermost context
-            present.restore()
-        return tree_flatten(output)[0], collected
+    def _input(self, value: torch.Tensor, slot: Slot | None, args: Any) -> _Input:
+        moved = None
+        # Parameters and leaves of the user's get their gradients themselves.
+        if slot is not None or not value.requires_grad:
+            given = [item for item in args if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
+            number = next((number for number, item in enumerate(given) if item is value), None)
+            moved = None if number is None else self._swapping.input_of(self._name, number, value)
+        return _Input(value, slot, moved)
 
-    def _leaf(self, value: torch.Tensor) -> tuple[torch.Tensor, Slot]:
-        """An output without its graph, which glue may write to in place, unlike a leaf."""
-        slot = Slot(self._trail.glue, self._trail.glue_began)
-        return slot.leaf(value), slot
+    def _moved(self) -> list[MovedTensor]:
+        inputs = {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}
+        return [kept.moved for kept in inputs.values() if kept.moved is not None]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = with_own_caches(args, kwargs)
+        return self._call(*args, **kwargs)
 
     def _refuse(self, packed: None) -> torch.Tensor:
         raise InputError(
@@ -407,22 +240,15 @@ def _forget(tensor: torch.Tensor) -> None:
     return None
 
 
-def _collector() -> dict[Any, Any]:
-    """The lists to which hooks of transformers add outputs of inner modules now; empty if there are none."""
-    active = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    return {} if active is None else active.get() or {}
+def refuse_hooks(value: torch.Tensor) -> None:
+    """Makes hooks on a tensor that is no leaf raise from now on: its own graph gets a part of its gradient, or none."""
+    if value.grad_fn is not None:
+        value.register_hook = value.retain_grad = partial(_refuse_hook, value.shape)  # type: ignore[method-assign]
 
 
-@contextmanager
-def _collecting(keys: list[Any]) -> Iterator[dict[Any, list[Any]]]:
-    """Lets these hooks add to lists of ours, meanwhile."""
-    into: dict[Any, list[Any]] = {key: [] for key in keys}
-    active = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    if active is None:
-        yield into
-        return
-    token = active.set(into or None)
-    try:
-        yield into
-    finally:
-        active.reset(token)
+def _refuse_hook(shape: torch.Size, *_: Any, **__: Any) -> Any:
+    raise InputError(
+        f"a hook, or retain_grad(), waits for the gradient of a tensor of shape {list(shape)} that enters a layer, "
+        "which a pass of several micro-batches takes elsewhere; leave it out, put it on another tensor of the layer, "
+        "such as its output, or plan with pass_size=1"
+    )

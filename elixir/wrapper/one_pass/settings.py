@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 
 import torch
@@ -11,9 +10,6 @@ import torch
 from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, function_mode_count
-
-_SEEDS = 2**62
-"""Number of seeds from which the random states of micro-batches are drawn."""
 
 
 class Autocast:
@@ -32,18 +28,12 @@ class Autocast:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Sets this state, meanwhile."""
+        """Sets this state, meanwhile; keeps no casts of weights, which will change."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._kinds:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cached))
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._cached))
+            stack.callback(torch.clear_autocast_cache)
             yield
-
-    @staticmethod
-    def forget_casts() -> None:
-        """Frees the casts of weights that autocast keeps on this thread until its outermost context ends."""
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
 
 
 class ThreadSettings:
@@ -58,19 +48,13 @@ class ThreadSettings:
 
     def __init__(self, device: torch.device) -> None:
         default = torch.get_default_device()
-        self._default = None if default.type == "cpu" else default
-        if dispatch_mode_count() or function_mode_count() > (self._default is not None):
+        self._default = contextlib.nullcontext() if default.type == "cpu" else default
+        modes = dispatch_mode_count() or function_mode_count() > (self._default is default)
+        if modes or innermost_saved_tensors_hooks() is not None:
             raise InputError(
-                "a mode that watches operators (TorchDispatchMode or TorchFunctionMode) is active around accumulate(), "
-                "whose micro-batches run on other threads; enter it inside of step_fn"
-            )
-        hooks = innermost_saved_tensors_hooks()
-        if hooks is not None:
-            pack = inspect.unwrap(hooks[0])
-            name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', repr(pack))}"
-            raise InputError(
-                f"hooks for saved tensors, such as save_on_cpu, are active around accumulate() ({name}), whose "
-                "micro-batches run on other threads; leave them out, or plan with pass_size=1"
+                "a mode that watches operators (TorchDispatchMode or TorchFunctionMode), or hooks for saved tensors "
+                "such as save_on_cpu, are active around accumulate(), whose micro-batches run on other threads; enter "
+                "a mode inside of step_fn, leave out the hooks, or plan with pass_size=1"
             )
         self._autocast = Autocast(device)
         self._grad = torch.is_grad_enabled()
@@ -79,13 +63,8 @@ class ThreadSettings:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Sets them on this thread, meanwhile."""
-        with contextlib.ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
-            if self._default is not None:
-                stack.enter_context(self._default)
-            stack.enter_context(self._autocast.restored())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+        grad = torch.set_grad_enabled(self._grad)
+        with torch.cuda.stream(self._stream), self._default, self._autocast.restored(), grad:
             yield
 
 
@@ -98,26 +77,28 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
-        self._device, self._other, cuda = device, None, device.type == "cuda"
+        self._device, cuda = device, [device] if device.type == "cuda" else []
         if seed is None:
-            self._cpu = torch.get_rng_state()
-            self._other = torch.cuda.get_rng_state(device) if cuda else None
+            self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
         else:
-            self._cpu = torch.Generator("cpu").manual_seed(seed).get_state()
-            self._other = torch.Generator(device).manual_seed(seed).get_state() if cuda else None
-
-    @classmethod
-    def drawn(cls, device: torch.device, seeds: torch.Generator) -> RandomState:
-        """States of a seed that is drawn from `seeds`."""
-        return cls(device, int(torch.randint(_SEEDS, (), device="cpu", generator=seeds)))
+            devices = [torch.device("cpu"), *cuda]
+            self._states = [torch.Generator(each).manual_seed(seed).get_state() for each in devices]
 
     def is_same(self, other: RandomState) -> bool:
         """Whether the states of all generators are those of `other`."""
-        pairs = ((self._cpu, other._cpu), (self._other, other._other))
-        return all(one is two or (one is not None and two is not None and one.equal(two)) for one, two in pairs)
+        return all(map(torch.equal, self._states, other._states))
 
-    def restore(self) -> None:
-        """Makes these the present states."""
-        torch.set_rng_state(self._cpu)
-        if self._other is not None:
-            torch.cuda.set_rng_state(self._other, self._device)
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Makes these the present states, meanwhile."""
+        present = RandomState(self._device)
+        self._restore()
+        try:
+            yield
+        finally:
+            present._restore()
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self._states[0])
+        if len(self._states) > 1:
+            torch.cuda.set_rng_state(self._states[1], self._device)

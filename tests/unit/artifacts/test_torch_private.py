@@ -126,15 +126,16 @@ def autograd() -> None:
     with torch.no_grad(), private.version_counter_kept(weight):
         weight.add_(1)
     assert weight._version == version
-    asked: list[Any] = []
-    with private.seeing_asked_gradients(lambda *found: asked.append(found)):
+    seen: list[Any] = []
+    with private.seeing_backwards(lambda *found: seen.append(found)):
         loss = (weight * 2).sum()
         loss.backward(retain_graph=True)
         torch.autograd.backward(loss, inputs=[weight], retain_graph=True)
-        torch.autograd.grad(loss, weight)
+        torch.autograd.grad(loss, weight, retain_graph=True)
+        loss.backward(create_graph=True)
     torch.autograd.grad((weight * 2).sum(), weight)
-    assert [(outputs[0] is loss, inputs[0] is weight) for outputs, inputs, _ in asked] == [(True, True)] * 2
-    assert [kept for *_, kept in asked] == [True, False]
+    assert [outputs[0] is loss for outputs, _ in seen] == [True] * 4
+    assert [asks for _, asks in seen] == [False, True, True, True]
 
 
 class Count:
@@ -326,3 +327,22 @@ def test_the_linter_allows_these_attributes_and_operators_of_aten() -> None:
     assert attributes <= listed
     others = listed - attributes - {"_getframe", "_filters_mutated"}
     assert [name for name in others if not hasattr(torch.ops.aten, name)] == []
+
+
+def test_a_library_in_the_place_of_backward_is_called_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args))
+        return original(*args, **kwargs)
+
+    look = private.seeing_backwards(lambda outputs, asks: None)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+    weight = torch.ones(2, requires_grad=True)
+    with look:
+        torch.autograd.grad(weight.sum(), weight)
+    assert len(calls) == 1
+    assert torch.autograd._engine_run_backward is counted  # type: ignore[attr-defined]
+    with private.seeing_backwards(lambda outputs, asks: None):
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", original)
+    assert torch.autograd._engine_run_backward is original  # type: ignore[attr-defined]

@@ -30,7 +30,18 @@ from elixir.search.replan import Correction, Observation
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
-from tests.common.one_pass import batches, family, hf_loss, in_passes, plainly, plan_for, stepping
+from tests.common.one_pass import (
+    Stack,
+    batches,
+    family,
+    hf_loss,
+    in_passes,
+    plainly,
+    plan_for,
+    square_loss,
+    stepping,
+    vectors,
+)
 from tests.common.tiny_models import tiny
 
 FAMILIES = ("llama", "gpt2", "t5", "mixtral")
@@ -72,27 +83,6 @@ def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
     assert seen[1] == seen[2] == seen[6]
 
 
-@pytest.mark.parametrize("how", ["whole", "part", "leaf"])
-def test_hidden_states_that_enter_layers_add_to_the_loss(how: str) -> None:
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        embedded = model.get_input_embeddings()(batch["input_ids"])[:, how == "part" :]  # type: ignore[operator]
-        if how == "leaf":
-            embedded = embedded.detach().requires_grad_()
-        leaves.append(embedded)
-        output = model(inputs_embeds=embedded, labels=batch["labels"][:, how == "part" :], output_hidden_states=True)
-        found: torch.Tensor = output.loss + sum(each.square().mean() for each in output.hidden_states)
-        return found
-
-    leaves: list[torch.Tensor] = []
-    make, steps = family("llama"), batches("llama", 2, steps=1)
-    plan = plan_for(make(), steps[0][0], loss, accumulation=2)
-    leaves.clear()
-    assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
-    if how == "leaf":
-        ours, plain = leaves[:2], leaves[2:]
-        assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_them() -> None:
     make, steps = family("gpt2", dropout=0.5), [[batches("gpt2", 1)[0][0]] * 3]
@@ -102,6 +92,34 @@ def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_t
         runs.append(in_passes(make, steps))
     assert runs[0].same_as(runs[1])
     assert len({float(loss) for loss in runs[0].losses}) == 3
+
+
+def _stack() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Stack([nn.Linear(8, 8) for _ in range(2)]).train()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_random_numbers_of_the_process_go_on_only_if_a_micro_batch_has_drawn(*, draws: bool) -> None:
+    steps, stayed, drawn = vectors(2), [], []
+    make = _stack
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        if draws:
+            drawn.append(float(torch.rand(())))
+        return square_loss(model, batch)
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        before = torch.get_rng_state()
+        yield
+        stayed.append(torch.equal(before, torch.get_rng_state()))
+
+    in_passes(make, steps, plan, loss, around=watched)
+    assert stayed == [not draws] * len(steps)
+    assert len({*drawn}) == len(drawn) == draws * sum(map(len, steps))
 
 
 def test_updates_states_early() -> None:

@@ -81,10 +81,12 @@ class Turned(Stack):
     """Gives layers, and what comes before them, gradients whose strides are not those of the tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        entered = x = self.first(x)
+        x = self.first(x)
+        left = []
         for layer in self.layers:
-            x = _turned(self.run(layer, x))
-        out: torch.Tensor = self.last(x + _turned(entered))
+            left.append(self.run(layer, x))
+            x = _turned(left[-1])
+        out: torch.Tensor = self.last(x + _turned(left[0]))
         return out
 
 
@@ -98,18 +100,10 @@ def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() ->
     class Watching(Layer):
         def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
             out = super().forward(x, *more)
-            noting(self, x, out)
+            out.register_hook(lambda gradient: seen.append(gradient.stride()))
             return out
 
-    def build() -> nn.Module:
-        stack = Turned([Watching() for _ in range(2)])
-        stack.first.register_forward_hook(noting)
-        return stack
-
-    def noting(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda gradient: seen.append(gradient.stride()))
-
-    make, steps = seeded(build), vectors(2)
+    make, steps = seeded(lambda: Turned([Watching() for _ in range(2)])), vectors(2)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
     seen.clear()
     plainly(make, steps, square_loss)
@@ -121,19 +115,22 @@ def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() ->
 
 
 class Shared(Stack):
-    """Every layer reads one tensor that operators before the layers have made."""
+    """Every layer reads one tensor that operators before the layers have made, and the loss all outputs of layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.first(x * 2)
         view = bias.flip(0).unbind(0)[0]
         x = self.first(x)
+        left = []
         for layer in self.layers:
             x = torch.utils.checkpoint.checkpoint(layer, x, bias, view, bias, use_reentrant=False)
-        out: torch.Tensor = self.last(x + bias)
+            left.append(x)
+            x = (x.sin() + x.cos() + x.tanh()) / 3
+        out: torch.Tensor = self.last(x) + sum(each.square().mean() for each in left)
         return out
 
 
-def test_2_a_tensor_that_several_layers_read_gets_its_parts_one_by_one() -> None:
+def test_2_a_tensor_that_several_stages_read_gets_its_parts_one_by_one() -> None:
     check(seeded(lambda: Shared(three())), count=4)
 
 
@@ -177,38 +174,52 @@ def test_3_but_not_before_their_module_where_nothing_watches_them() -> None:
         in_passes(make, steps, plan, square_loss)
 
 
-def test_4_router_logits_that_hooks_catch_are_outputs_of_their_layer() -> None:
-    make = family("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    steps = batches("mixtral", 3)
-    assert in_passes(make, steps).same_as(plainly(make, steps))
-    without = plainly(family("mixtral", output_router_logits=True, router_aux_loss_coef=0.0), steps)
-    assert not in_passes(make, steps).same_as(without)
+@pytest.mark.parametrize(("name", "output"), [("mixtral", "router_logits"), ("llama", "hidden_states")])
+def test_4_what_hooks_catch_inside_of_layers_is_refused(name: str, output: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        made = model(**batch, **{f"output_{output}": True})
+        found: torch.Tensor = made.loss + made[output][1].square().mean()
+        return found
+
+    make, steps = family(name), batches(name, 2, steps=1)
+    plan = plan_for(make(), steps[0][0], accumulation=2)
+    with pytest.raises(InputError, match="not among its outputs|being among its outputs"):
+        in_passes(make, steps, plan, loss)
 
 
 class Mixing(Stack):
-    """Computes with a tensor from before all layers between two of them."""
+    """Computes with tensors from before all layers, which enter these or not, between two of them or after them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(three())
+        self._where = where
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        early, x = self.first(x).sin(), self.first(x)
+        apart, x = self.first(x).sin(), self.first(x)
+        early = x if "entered" in self._where else apart if "apart" in self._where else x.sin()
         for number, layer in enumerate(self.layers):
-            x = self.run(layer, x if number == 0 else x * early)
-        out: torch.Tensor = self.last(x)
+            x = self.run(layer, x if number == 0 or "after" in self._where else x * early)
+        out: torch.Tensor = self.last(x * early if "after" in self._where else x)
         return out
 
 
-def test_5_but_not_mix_what_lies_before_and_after_a_layer() -> None:
-    with pytest.raises(InputError, match="before earlier layers and with their outputs.*pass_size=1"):
-        check(seeded(lambda: Mixing(three())))
+@pytest.mark.parametrize(
+    "where", ["entered between", "apart between", "entered after", "apart after", "made of it after"]
+)
+def test_5_but_not_mix_what_lies_before_and_after_a_layer(where: str) -> None:
+    with pytest.raises(InputError, match="after a layer.*computes with a tensor from before.*pass_size=1"):
+        check(seeded(lambda: Mixing(where)))
 
 
 def _hooked(where: str) -> Callable[[], nn.Module]:
-    """Hooks that modules put on their tensors double gradients; what enters the layers is read by the tail, too."""
+    """Hooks that modules put on their tensors double gradients; the tail reads what has left the first layer, too."""
 
     def build() -> nn.Module:
         stack = Turned(three())
-        if where == "inputs":
+        if where == "a layer's input":
             stack.layers[0].register_forward_pre_hook(lambda layer, args: _doubled(args[0]))
-        for module in (stack.first, stack.layers[1]) if where == "outputs" else ():
+        else:
+            module = stack.first if where == "what enters a layer" else stack.layers[1]
             module.register_forward_hook(lambda layer, args, output: _doubled(output))
         return stack
 
@@ -220,12 +231,13 @@ def _doubled(x: torch.Tensor) -> None:
 
 
 def test_5_hooks_on_outputs_run_once() -> None:
-    check(_hooked("outputs"))
+    check(_hooked("a layer's output"))
 
 
-def test_5_but_hooks_that_layers_put_on_their_inputs_are_refused() -> None:
+@pytest.mark.parametrize("where", ["a layer's input", "what enters a layer"])
+def test_5_but_hooks_on_what_enters_a_layer_are_refused(where: str) -> None:
     with pytest.raises(InputError, match="waits for the gradient"):
-        check(_hooked("inputs"))
+        check(_hooked(where))
 
 
 def test_a_hook_on_a_weight_gets_whole_gradients_or_is_refused() -> None:
@@ -274,42 +286,47 @@ def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Te
         in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=2), loss)
 
 
-class Noted(Layer):
-    """Notes in `ran` that it runs, unless it was the last one that did."""
+class Dropping(Stack):
+    """Leaves out its second layer, or all that follow the first, if a micro-batch begins with a positive number."""
 
-    ran: list[nn.Module]
-
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        if not Noted.ran or Noted.ran[-1] is not self:
-            Noted.ran.append(self)
-        return super().forward(x, *more)
-
-
-class Twice(Stack):
-    """Runs all layers twice; a micro-batch that begins with a positive number leaves out the last one once."""
+    def __init__(self, all_that_follow: bool) -> None:
+        super().__init__(three())
+        self._rest = slice(3, 3) if all_that_follow else slice(2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = list(self.layers)
-        skips = bool(x[0, 0] > 0)
+        kept = layers if x[0, 0] < 0 else [layers[0], *layers[self._rest]]
         x = self.first(x)
-        for layer in [*layers[: 2 if skips else 3], *layers]:
+        for layer in kept:
             x = self.run(layer, x)
         out: torch.Tensor = self.last(x)
         return out
 
 
-def test_7_those_that_skip_the_end_of_a_round_wait_for_the_others() -> None:
-    """Otherwise the weights of the first layer would come once more."""
-    batch = [{"x": sign * torch.ones(4, 8)} for sign in (-1, 1)]
-    make = seeded(lambda: Twice([Noted() for _ in range(3)]))
-    Noted.ran = []
-    plan = plan_for(make(), batch[0], square_loss, accumulation=2)
-    expected = plainly(make, [batch], square_loss)
-    Noted.ran = []
-    assert in_passes(make, [batch], plan, square_loss).same_as(expected)
-    first, second, third = dict.fromkeys(Noted.ran)
-    forward = [first, second, third]
-    assert Noted.ran == [*forward, *forward, *forward[1::-1], *forward[::-1]]
+@pytest.mark.parametrize(("all_that_follow", "found"), [(False, "layers.2"), (True, "no more layers")])
+def test_7_micro_batches_that_skip_layers_are_refused(all_that_follow: bool, found: str) -> None:
+    steps = [[{"x": sign * torch.ones(4, 8)} for sign in (-1, 1)]]
+    make = seeded(lambda: Dropping(all_that_follow))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    said = f"some micro-batches call layers.1 where others call {found}, as with LayerDrop.*pass_size=1"
+    with pytest.raises(InputError, match=said):
+        in_passes(make, steps, plan, square_loss)
+
+
+class Drawing(Stack):
+    """Multiplies by a random number after each layer."""
+
+    def between(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(())
+
+
+def test_6_each_micro_batch_has_its_random_numbers() -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(int(batch["x"][0, 0].abs() * 1000))
+        return square_loss(model, batch)
+
+    with torch.random.fork_rng(devices=[]):
+        check(seeded(lambda: Drawing(three())), loss, count=6)
 
 
 _level: contextvars.ContextVar[int] = contextvars.ContextVar("level", default=0)
@@ -365,14 +382,14 @@ class Functions(TorchFunctionMode):
 def test_8_a_mode_that_other_threads_would_escape_is_refused(mode: Any) -> None:
     make, steps = seeded(lambda: Stack(three())), vectors(3)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=3)
-    with pytest.raises(InputError, match="enter it inside of step_fn"), mode():
+    with pytest.raises(InputError, match="a mode that watches .*enter a mode inside of step_fn"), mode():
         in_passes(make, steps, plan, square_loss)
 
 
 def test_8_saved_tensor_hooks_that_other_threads_would_escape_are_refused() -> None:
     make, steps = seeded(lambda: Stack(three())), vectors(3)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=3)
-    said = r"such as save_on_cpu, are active around accumulate\(\) \(torch.autograd.graph.save_on_cpu"
+    said = r"such as save_on_cpu, are active around accumulate\(\).*pass_size=1"
     with pytest.raises(InputError, match=said), torch.autograd.graph.save_on_cpu():
         in_passes(make, steps, plan, square_loss)
 
@@ -459,9 +476,9 @@ def leaking_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("layer", "loss", "message"),
     [
-        (Overwriting, square_loss, "layers.0 writes to its input in place.*pass_size=1"),
+        (Overwriting, square_loss, "an input of the layer layers.0 was written to in place, by the layer.*pass_size=1"),
         (Normed, square_loss, "layers.0.norm updates running statistics.*pass_size=1"),
-        (Leaking, leaking_loss, "from inside the layer layers.1 is used in backward without being among its outputs"),
+        (Leaking, leaking_loss, "with one from inside of it that is not among its outputs.*pass_size=1"),
     ],
 )
 def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, message: str) -> None:
@@ -488,7 +505,7 @@ def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, messa
         ("before", r"a hook, or retain_grad\(\), waits for the gradient of a tensor of shape .* that enters a layer"),
         (
             "after",
-            r"an input of the layer layers.\d was written to in place after the layer, which could not run again",
+            r"an input of the layer layers.\d was written to in place, by the layer or after it, which could not",
         ),
     ],
 )
@@ -513,24 +530,27 @@ def test_what_is_done_to_the_input_of_a_layer_is_refused(meddle: str, message: s
         in_passes(make, steps, plan, square_loss)
 
 
-def _differentiating_twice(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    loss = square_loss(model, batch)
-    (slope,) = torch.autograd.grad(loss, model.get_parameter("last.weight"), create_graph=True)
-    return loss + slope.square().sum()
+ASKING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "grad": torch.autograd.grad,
+    "backward": lambda loss, weight: loss.backward(inputs=[weight]),
+    "create_graph": lambda loss, weight: loss.backward(create_graph=True),
+}
 
 
-def test_10_a_graph_of_gradients_is_refused() -> None:
+@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
+@pytest.mark.parametrize("how", ASKING)
+def test_10_gradients_that_code_asks_for_are_refused(how: str, name: str) -> None:
+    def asking(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        loss = square_loss(model, batch)
+        ASKING[how](loss, model.get_parameter(name))
+        return loss
+
     make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=2, home="cuda")
-    with pytest.raises(InputError, match=r"create_graph=True.*pass_size=1"):
-        in_passes(make, steps, plan, lambda model, batch: _with_graph(square_loss(model, batch)))
-    # That of weights after the last layer is whole.
-    assert in_passes(make, steps, plan, _differentiating_twice).same_as(plainly(make, steps, _differentiating_twice))
-
-
-def _with_graph(loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(create_graph=True)
-    return loss
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=r"asked for inside of accumulate\(\).*pass_size=1"):
+        in_passes(make, steps, plan, asking)
+    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
 
 
 @pytest.mark.sampled(every=2)
