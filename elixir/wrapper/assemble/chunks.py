@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware.memory import total_host_bytes
 from elixir.hardware.profile import other_device
-from elixir.memory_order import is_dense
 from elixir.models.buffer_place import buffer_places
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.plannable import refuse_compiled, refuse_unplannable
@@ -46,9 +45,8 @@ def build_chunks(
     """Yields chunks with the model's weights at their homes, one by one; then places the model's buffers.
 
     A rank reads one chunk at a time, and only parameters of which it keeps a part, or that other ranks may have with
-    other values. Parameters keep their identity. If all weights are the model's own, memory whose exact values a chunk
-    holds is freed once the caller has the chunk. Otherwise a value may still be refused, so the model keeps its memory
-    until `Chunk.attach`.
+    other values. Parameters keep their identity. If all weights are the model's own, their memory is freed once the
+    caller has the chunk. Otherwise a value may still be refused, so the model keeps its memory until `Chunk.attach`.
 
     Args:
         model: a model on meta, with values, or partly both.
@@ -79,8 +77,7 @@ def build_chunks(
             values.clear()  # they may be the model's memory, which is freed next
         yield chunk
         for slot in chunk.slots if all_own else ():
-            if _has_exact_values(chunk, slot):
-                chunk.show(slot)
+            chunk.show(slot)
     with group.together("place its buffers"):
         place_buffers(model, arena.device, buffer_dtype)
 
@@ -234,14 +231,6 @@ def _load_weights(chunk: Chunk, source: WeightSource, values: Mapping[str, torch
         with chunk.in_memory(write=True):
             for slot in filter(chunk.wants, chunk.slots):
                 chunk.write(slot, values[slot.name] if slot.name in values else source.parameter(slot.name))
-
-
-def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
-    """Whether the chunk's memory on all ranks holds exactly the values of a parameter."""
-    own = slot.parameter
-    held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
-    wide_enough = torch.promote_types(own.dtype, held.dtype) == held.dtype
-    return wide_enough and is_dense(own.shape, own.stride())
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -72,7 +72,7 @@ def built(
             made[int(chunk.slots[0].name[0])] = list(now)
             now.clear()
             yield chunk
-        # What a chunk holds exactly has no other memory by now.
+        # What a chunk holds has no other memory by now.
         shown.update({int(each.slots[0].name[0]): each.shows(each.slots[0]) for each in engine.chunks})
 
     engine = Engine(model_of(), Group(), torch.device("cpu"), RunOptions(disk_folders=(str(folder),)))
@@ -82,7 +82,7 @@ def built(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_home_has_its_memory_and_exact_values_are_held_once(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_each_home_has_its_memory_and_own_values_are_held_once(dtype: torch.dtype, tmp_path: Path) -> None:
     rounded, name = dtype is torch.bfloat16, str(dtype).removeprefix("torch.")
     plan = plan_of(dtype)
     numel = plan.chunks[0].numel
@@ -95,10 +95,10 @@ def test_each_home_has_its_memory_and_exact_values_are_held_once(dtype: torch.dt
         kind = "resident_weights" if resident else "weights" if weights == "host" else "weight_shards"
         expected.append((kind, weights, name, numel, True))
         assert made[layer] == expected, layer
-        exact = not rounded or states != "disk"
-        assert shown[layer] is exact, layer
+        assert shown[layer], layer
     assert made[FROZEN] == [("weights", "host", name, numel, True)]
-    assert (shown[FROZEN - 1], shown[FROZEN]) == (False, not rounded)
+    assert shown[FROZEN - 1]
+    assert shown[FROZEN]
     _, shown = built(plan, tmp_path, {"1.weight": torch.ones(4, 4)})
     assert not any(shown.values()), "a value that is given may still be refused"
 
