@@ -67,6 +67,10 @@ class ElixirModule(nn.Module):
     Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
     as ``config`` or ``generate``, are the model's; one that it has (`PUBLIC`) is reached as ``wrapped.module.name``.
 
+    Everything that can be refused is refused before the model changes. A later failure, such as too little memory, a
+    disk, a lost rank or an interrupt, may come after weights have begun to move. The error then says in a note that the
+    model must be built again, and the model cannot be wrapped any more.
+
     Args:
         module: the model; from now on use it only through the wrapper.
         plan: the plan for this model and this number of ranks, or the answer of a search.
@@ -102,10 +106,6 @@ class ElixirModule(nn.Module):
         DiskError: the disk has no room for the states, or fails.
         NoMemoryError: this machine lacks the memory that the plan takes.
         RankError: another rank has raised.
-
-    Everything that can be refused is refused before the model changes. A later failure, such as too little memory, a
-    disk, a lost rank or an interrupt, may come after weights have begun to move. The error then says in a note that the
-    model must be built again, and the model cannot be wrapped any more.
     """
 
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's

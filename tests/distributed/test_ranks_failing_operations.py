@@ -1,4 +1,4 @@
-"""An operation fails on one of two ranks: both raise, and on both nothing is lost (`tests.common.failing`)."""
+"""An operation fails on one of two ranks: both raise, and both have what must be left (`tests.common.failing`)."""
 
 from __future__ import annotations
 

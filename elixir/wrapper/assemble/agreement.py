@@ -98,22 +98,22 @@ def agree_on_weights(group: Group, model: nn.Module, given: Weights | None, *, s
     seed = group.exchange("seed", drawn)[0]
     with group.together("have its weights"):
         source = WeightSource(model, given, seed=seed, strict=strict)
-    refuse_different(group, source.kinds(), "build the model and give weights= in the same way on all ranks")
+    refuse_different(group, "weights", source.kinds(), "build the model and give weights= in the same way on all ranks")
     _warn_of_gaps(group, model)
     with group.together("fill its buffers"):
         source.fill_buffers()
     return source
 
 
-def refuse_different(group: Group, mine: Mapping[str, str], way: str) -> None:
-    """Compares what ranks have by name. Digests come first, since this precedes forwards.
+def refuse_different(group: Group, what: str, mine: Mapping[str, str], way: str) -> None:
+    """Compares `what` ranks have, by name. Digests come first, since this precedes forwards.
 
     Raises:
         InputError: ranks differ, on all of them; names the first that do, and the `way` out.
     """
-    if len(set(group.exchange("kinds", zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
+    if len(set(group.exchange(f"kinds of {what}", zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
         return
-    first, *others = group.exchange("different kinds", mine)
+    first, *others = group.exchange(f"different {what}", mine)
     for rank, theirs in enumerate(others, 1):
         names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if names:

@@ -83,7 +83,7 @@ class SharedBuffers:
             places.setdefault(place.buffer, place)
         kinds = {place.name: f"buffer {_form(place.buffer)} {kind_of(place.buffer)}" for place in places.values()}
         way = "let forwards register the same buffers on all ranks, and keep what grows with their data in attributes"
-        refuse_different(self._group, kinds, way)
+        refuse_different(self._group, "buffers", kinds, way)
         return sorted(places.values(), key=lambda place: (_form(place.buffer), place.name))
 
     def _send(self, buffers: list[torch.Tensor]) -> Iterator[torch.Tensor]:

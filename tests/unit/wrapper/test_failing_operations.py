@@ -1,4 +1,5 @@
-"""Whatever fails in wrapping, moving, saving and closing, nothing is lost (`tests.common.failing` says what is left)."""
+"""Whatever fails in moving, saving and closing, nothing is lost; a model that could not be wrapped is as it was, or is
+said to be lost (`tests.common.failing` says what is left)."""
 
 from __future__ import annotations
 

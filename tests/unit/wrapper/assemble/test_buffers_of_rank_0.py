@@ -98,7 +98,7 @@ def test_buffers_come_in_one_message_for_each_dtype_before_forwards_after_gradie
 
 
 def test_a_buffer_that_another_rank_lacks_is_named() -> None:
-    answer = {"kinds": 0, "different kinds": {"codes": "buffer cpu torch.strided torch.uint8 uint8 [5]"}}
+    answer = {"kinds of buffers": 0, "different buffers": {"codes": "buffer cpu torch.strided torch.uint8 uint8 [5]"}}
     shared = buffers_of(model_of(), Answers(1, answer), Network())
     with pytest.raises(InputError, match=r"^table, bits, made differ between ranks 0 and 1 \(missing and buffer cpu"):
         shared.before_forward()
