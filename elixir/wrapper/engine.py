@@ -40,7 +40,7 @@ from elixir.hardware.host_share import host_share, host_view
 from elixir.hardware.process_memory import HEAP, give_back_freed, share_heap
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
-from elixir.torch_private import call_after_backward
+from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backward
 from elixir.units import LARGEST_BYTES
 from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
@@ -127,7 +127,7 @@ class Engine:
     # --- the plan ----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan, build: Build) -> None:
-        """Puts the model under a plan. A failure is raised on all ranks; `chunks` has the weights then."""
+        """Puts the model under a plan. A failure is raised on all ranks."""
         self.plan, self.arena = plan, Arena(self.device)
         self.host_buffers.count_in(self.arena)
         self.window.count_in(self.arena)
@@ -252,6 +252,19 @@ class Engine:
         for chunk in self.chunks:
             chunk.drop_memory()
         give_back_freed()
+
+    def abandon(self) -> None:
+        """Frees everything after a failed wrapping, and stops. Parameters that point into chunks become placeholders:
+        their weights are nowhere else."""
+        try:
+            self.release_memory()
+            with DisableTorchFunctionSubclass():
+                for chunk in self.chunks:
+                    for slot in filter(chunk.shows, chunk.slots):
+                        slot.parameter.data = slot.placeholder
+            self.drop_memory()
+        finally:
+            self.stop()
 
     def change_plan(self, plan: Plan, build: Build) -> None:
         """Replaces this plan by another."""

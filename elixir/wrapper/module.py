@@ -14,12 +14,14 @@ from torch import nn
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place
 from elixir.access.interrupts import run_user_code
+from elixir.access.placeholders import is_absent
 from elixir.chunk.group import GivenGroup, Group
 from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.hardware import promises
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.models.casting import casts_buffers
+from elixir.models.inner_tensors import flat
 from elixir.models.quantised import ready_to_move
 from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
@@ -29,6 +31,7 @@ from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
 from elixir.wrapper.address_errors import refuse_addresses
+from elixir.wrapper.assemble.agreement import agree_on_weights
 from elixir.wrapper.assemble.chunks import (
     agree_on_plan,
     build_chunks,
@@ -36,7 +39,7 @@ from elixir.wrapper.assemble.chunks import (
     move_chunks,
     warn_if_made_elsewhere,
 )
-from elixir.wrapper.assemble.frozen_weights import FrozenWeights, open_frozen
+from elixir.wrapper.assemble.frozen_weights import open_frozen
 from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
@@ -50,6 +53,8 @@ from elixir.wrapper.weights_io.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
+_WEIGHTS_ARE_LOST = "wrapping had begun to move the model's weights when it failed: build the model again"
+
 PUBLIC = "module plan device last_report gathered rehome no_sync clip_grad_norm_ settle release close".split()
 """Names that `ElixirModule` adds to `torch.nn.Module`. All others are looked up in the model."""
 
@@ -61,6 +66,10 @@ class ElixirModule(nn.Module):
     Chunks that the plan streams come into a few blocks on the device just before they are used; resident chunks stay.
     Parameters keep their identity, so an optimizer may be built before or after. Attributes that this class lacks, such
     as ``config`` or ``generate``, are the model's; one that it has (`PUBLIC`) is reached as ``wrapped.module.name``.
+
+    Everything that can be refused is refused before the model changes. A later failure, such as too little memory, a
+    disk, a lost rank or an interrupt, may come after weights have begun to move. The error then says in a note that the
+    model must be built again, and the model cannot be wrapped any more.
 
     Args:
         module: the model; from now on use it only through the wrapper.
@@ -96,7 +105,7 @@ class ElixirModule(nn.Module):
         InputTypeError: `module` is no plain module, or `plan` no plan.
         DiskError: the disk has no room for the states, or fails.
         NoMemoryError: this machine lacks the memory that the plan takes.
-        RankError: another rank has raised. After every error the model is unchanged on all ranks.
+        RankError: another rank has raised.
     """
 
     def __init__(  # noqa: PLR0913 - the first eight are the original Elixir's
@@ -137,12 +146,12 @@ class ElixirModule(nn.Module):
             self._put_back = ready_to_move(module)
             undone.callback(self._put_back)
             self._origins = Origins(module)
+            undone.callback(self._origins.undo)
             ranks = Group(group, data=False)
             undone.callback(ranks.close)
             made = agree_on_plan(ranks, module, plan, dtype, folders)
             ranks.divide(made.replicas)
             self._shared_weights = SharedWeights(module)
-            undone.callback(self._shared_weights.give_back)
             if ranks.rank == 0:
                 if debug.emulation is None:
                     warn_if_made_elsewhere(made, where)
@@ -152,9 +161,7 @@ class ElixirModule(nn.Module):
             self._fused = FusedKernels(module, use_fused_kernels, where.type)
             undone.callback(self._fused.remove)
             self._engine = engine = Engine(module, ranks, where, options)
-            frozen: FrozenWeights | None = None
-            undone.callback(lambda: None if frozen is None else frozen.files.close())  # after it was read to undo
-            undone.push(partial(_undo, self._origins, engine))
+            undone.push(partial(_undo, engine))
             self._promise = PlanPromise(
                 module,
                 engine,
@@ -165,12 +172,16 @@ class ElixirModule(nn.Module):
                 self._promise.refuse_exceeded(made)
             kept = self._cast if follow else None
             self._frozen = frozen = open_frozen(ranks, module, made, weights, debug.files)
-            build = partial(build_chunks, weights=weights, frozen=frozen, strict=strict, buffer_dtype=kept)
-            with engine.window.file.without_loss("the model is as it came"):
+            if frozen is not None:
+                undone.callback(frozen.files.close)
+            source = agree_on_weights(ranks, module, weights, strict=strict)
+            build = partial(build_chunks, source=source, frozen=frozen, buffer_dtype=kept)
+            with engine.window.file.without_loss("the model was not wrapped"):
                 engine.install(made, build)
             if self._fused.counts:
                 logger.info("%s", self._fused)
             self._shared_buffers = SharedBuffers(module, ranks, engine.lanes)
+            self._shared_buffers.take()
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
             undone.callback(self._state.remove)
             self._account = StepAccount(engine, self._promise)
@@ -515,17 +526,20 @@ class ElixirModule(nn.Module):
             raise failed
 
 
-def _undo(origins: Origins, engine: Engine, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Gives the model back after a failed wrapping, on all ranks unless one is gone or this one was interrupted."""
-    try:
-        origins.undo(engine, alone=engine.group.is_broken or not isinstance(error, Exception))
-    finally:
-        engine.host_buffers.clear()
-        engine.stop()
+def _undo(engine: Engine, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Ends a failed wrapping, and notes in its error if weights are lost; Python prints notes from version 3.11 on."""
+    engine.abandon()
+    if error is not None and lacks_weights(engine.model):
+        vars(error).setdefault("__notes__", []).append(_WEIGHTS_ARE_LOST)
+
+
+def lacks_weights(module: nn.Module) -> bool:
+    """Whether parameters are placeholders: a plan has the weights, or had them when wrapping failed."""
+    return any(is_absent(each) for parameter in module.parameters() for _, each in flat("", parameter))
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raises `InputError` if an ElixirModule runs this model already, or modules of it."""
+    """Raises `InputError` if an ElixirModule runs this model already, or modules of it, or if it lost its weights."""
     if isinstance(getattr(module._apply, "__self__", None), ElixirModule):
         raise InputError(
             f"this {type(module).__name__} is run by an ElixirModule already; use that one, close() it first, or "
@@ -537,6 +551,8 @@ def refuse_wrapped(module: nn.Module) -> None:
             f"modules of this {type(module).__name__} are run by another ElixirModule already ({few(shared)}), "
             "whose plan has their weights; close() that one first"
         )
+    if lacks_weights(module):
+        raise InputError(f"this {type(module).__name__} cannot be wrapped: {_WEIGHTS_ARE_LOST}")
 
 
 def cast_inputs(arguments: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 
 from elixir import load_checkpoint, save_checkpoint
-from elixir.errors import ElixirError, FileError
+from elixir.errors import ElixirError, FileError, InputError
 from elixir.files import Files
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
+from elixir.wrapper.module import lacks_weights
 from tests.common import inside
 from tests.common.on_disk import with_states
 from tests.common.parity import take_step
@@ -235,7 +236,8 @@ def positions(count: int) -> list[int]:
 
 
 def wrapping(folder: Path, rank: int, world_size: int, kind: str, dtype: str | None) -> int:
-    """Wrapping fails: the model is as it came, and nothing of the disk is held. How often it has failed."""
+    """Wrapping fails: nothing of the disk is held, and the model is as it was, or its error says that it is lost, and it
+    is refused from then on. How often it has failed."""
     fault, plan, failed = Fault(kind), plan_of(world_size, "both", dtype), 0
 
     def wrap(model: nn.Module) -> ElixirModule:
@@ -245,23 +247,29 @@ def wrapping(folder: Path, rank: int, world_size: int, kind: str, dtype: str | N
         wrap(net()).close()
     for at in positions(_alike(fault.count)):
         for forever in (False, True):
-            model, wrapped = net(), False
+            model, wrapped, lost = net(), False, False
             before, loss = bits(model.state_dict()), model(**BATCH)
             model.load_state_dict(before)
             with fault.armed(at if rank == 0 else NEVER, forever=forever):
                 try:
                     module = wrap(model)
-                except ElixirError:
+                except ElixirError as error:
                     failed += 1
+                    lost = "build the model again" in str(getattr(error, "__notes__", ""))
                 else:  # the operation is one of closing
                     wrapped = True
                     with contextlib.suppress(OSError, ElixirError):
                         module.close()
             assert open_files(folder) == []
+            assert lost == lacks_weights(model) == bool(_alike(lost))
+            assert all(type(each) is nn.Parameter for each in model.parameters())
+            if lost:
+                with pytest.raises(InputError, match="build the model again"):
+                    wrap(model)
+                continue
             if wrapped and dtype is not None:
                 continue  # what is frozen has been rounded
             assert same(model.state_dict(), before)
-            assert all(type(each) is nn.Parameter for each in model.parameters())
             assert model.head.weight is model.embedding.weight
             assert torch.equal(model(**BATCH), loss)
             model.load_state_dict(before)

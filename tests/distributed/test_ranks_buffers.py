@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.ddp import Twins, plan_for
 from tests.common.parity import take_step
@@ -214,41 +215,32 @@ def test_bits_are_those_of_ddp_whatever_comes_between_steps(model: type[nn.Modul
 
 
 class Growing(nn.Module):
-    """Buffers whose number and size follow from a rank's data, and one that is expanded: with all of them DDP fails."""
+    """A buffer whose size follows from a rank's data, and one that is expanded: with each of them DDP fails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("cache", torch.zeros(1), persistent=False)
-        self.register_buffer("seen", torch.zeros(1))
-        self.register_buffer("maybe", None)
         self.register_buffer("wide", torch.ones(1).expand(WIDTH))
 
     def forward(self, x: torch.Tensor, length: int = 1) -> torch.Tensor:
-        with torch.no_grad():
-            if len(self.cache) < length:  # type: ignore[arg-type]
-                self.cache = torch.arange(float(length))
-            self.seen = torch.full((length,), float(length))
-            if length > 2:
-                self.maybe = x.mean(0)
-        return self.layer(x) + self.cache[:length].sum() + self.seen.sum()  # type: ignore[index,operator]
+        if len(self.cache) < length:  # type: ignore[arg-type]
+            self.cache = torch.arange(float(length))
+        return self.layer(x) * self.wide + self.cache[:length].sum()  # type: ignore[index,operator]
 
 
 @on_each_rank(2)
-def test_buffers_that_ranks_have_in_other_numbers_and_sizes(rank: int, world_size: int) -> None:
+def test_buffers_may_grow_alike_and_are_refused_on_all_ranks_where_they_do_not(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
     model = Growing()
     module = ElixirModule(model, plan_for(model, {"x": x}, "host", loss=_loss), device="cpu")
     optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    lengths = [(2, 4), (5, 3), (1, 1)]
-    for step, both in enumerate(lengths):
-        take_step(optimizer, _loss(module, {"x": x, "length": both[rank]}))
-        largest = max(both[rank] for both in lengths[: step + 1])
-        assert len(model.cache) == largest  # type: ignore[arg-type]  # its own, of the size that this rank needs
-        assert module.state_dict()["seen"].tolist() == [float(both[0])] * both[0]
-    if rank == 1:
-        assert model.maybe is not None
+    for length in (2, 5, 3 + 4 * rank):
+        take_step(optimizer, _loss(module, {"x": x, "length": length}))
+    with pytest.raises(InputError, match=r"^cache differ between ranks 0 and 1 .*float32 \[5\] and .*float32 \[7\]"):
+        module(x=x)
+    assert module.last_report is not None
     module.close()
 
 

@@ -152,5 +152,5 @@ def test_ranks_that_lay_weights_out_differently_are_refused(rank: int, world_siz
     plan = plan_for(it.model, it.inp, "host", loss=square_loss)
     if rank == 1:
         it.model[0].weight.data = it.model[0].weight.data.contiguous()
-    with pytest.raises(ValueError, match="0.weight do not lie in memory in the same order on ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"0.weight.* differ between ranks 0 and 1 .*strides.*build the model"):
         ElixirModule(it.model, plan, device="cpu")

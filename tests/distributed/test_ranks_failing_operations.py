@@ -1,4 +1,4 @@
-"""An operation fails on one of two ranks: both raise, and on both nothing is lost (`tests.common.failing`)."""
+"""An operation fails on one of two ranks: both raise, and both have what must be left (`tests.common.failing`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def run(contract: Callable[..., int], folder: Path, *args: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["allocate", *(kind for kind in DISK_OR_MEMORY if kind != "allocate")])
-def test_a_model_that_cannot_be_wrapped_is_as_it_came(kind: str, dtype: str | None, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_wrapped_is_as_it_was_or_said_to_be_lost(
+    kind: str, dtype: str | None, tmp_path: Path
+) -> None:
     here, there = run(failing.wrapping, tmp_path, kind, dtype)
     assert here == there
     assert here or kind in ("read", "close")

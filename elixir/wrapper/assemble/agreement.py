@@ -1,14 +1,14 @@
-"""Makes all ranks agree on the plan and the model's values before the model is sharded.
+"""Makes all ranks agree on the plan and on where the model's values come from, before anything of it is changed.
 
-As in DistributedDataParallel, rank 0's values win. Each rank keeps shards of the model that it built. Without
-agreement, ranks with different seeds would silently train a mixture of models, or several models if chunks are whole on
-every rank.
+As in DistributedDataParallel, rank 0's values win: `build_chunks` sends what a rank has in memory, and `SharedBuffers`
+the buffers. Otherwise ranks with different seeds would silently train a mixture of models.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import zlib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,17 +17,13 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.errors import InputError, few
-from elixir.models.inner_tensors import flat
+from elixir.memory_order import is_dense
 from elixir.plan.plan import Plan
+from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import format_bytes
-from elixir.wrapper.assemble.weight_source import Weights
+from elixir.wrapper.assemble.weight_source import Weights, WeightSource
 
 logger = logging.getLogger(__name__)
-
-_PIECE_NUMEL = 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""The dtype to read bits in, by bytes of an element; wider elements are read as several int64."""
-
 
 _FOUND = frozenset(
     {
@@ -81,80 +77,57 @@ def _refuse_other_cause(rank: int, name: str, asked: dict[str, Any], first: tupl
     )
 
 
-def agree_on_values(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> None:
-    """Gives every rank the parameters and buffers of rank 0, if they differ.
-
-    Values of tensors on meta come later, from rank 0's generator. A state dict in `given` is only compared; files are
-    the same for all ranks.
+def agree_on_weights(group: Group, model: nn.Module, given: Weights | None, *, strict: bool = True) -> WeightSource:
+    """Returns the source of the model's weights, once all ranks have one of the same kind, and gives buffers on meta
+    their values.
 
     Args:
         group: the ranks that share the model.
-        model: the caller's model; different values are overwritten in place on all ranks but 0.
-        given: values that will replace the model's own parameters.
-        strict: whether `given` replaces all of them.
+        model: the caller's model. Of it only buffers on meta, and those in `given`, are replaced.
+        given, strict: see `WeightSource`.
 
     Raises:
-        InputError: a tensor has values on one rank and is on meta on another; or `given` differs between ranks.
+        InputError: see `WeightSource`; a buffer on meta has no value; or a tensor has another shape, dtype or order in
+            memory on some rank, or is on meta there, or its values come from elsewhere.
+        RankError: another rank has raised.
     """
-    if group.size == 1:
+    drawn = 0
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        # Drawing advances the generator, as building on the CPU would.
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    seed = group.exchange("seed", drawn)[0]
+    with group.together("have its weights"):
+        source = WeightSource(model, given, seed=seed, strict=strict)
+    refuse_different(group, "weights", source.kinds(), "build the model and give weights= in the same way on all ranks")
+    _warn_of_gaps(group, model)
+    with group.together("fill its buffers"):
+        source.fill_buffers()
+    return source
+
+
+def refuse_different(group: Group, what: str, mine: Mapping[str, str], way: str) -> None:
+    """Compares `what` ranks have, by name. Digests come first, since this precedes forwards.
+
+    Raises:
+        InputError: ranks differ, on all of them; names the first that do, and the `way` out.
+    """
+    if len(set(group.exchange(f"kinds of {what}", zlib.crc32(repr(sorted(mine.items())).encode())))) == 1:
         return
-    if isinstance(given, dict):
-        values = ((name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
-        tensors = (part for name, value in values for part in flat(name, value))
-        _, different = _compare(group, "given weights", tensors)
-        if different:
-            raise InputError(
-                f"the weights given are not the same on all ranks ({few(different)}); load the same ones everywhere"
-            )
-    own: dict[str, torch.Tensor] = dict(model.named_parameters()) if given is None or not strict else {}
-    own |= model.named_buffers()
-    lacking, different = _compare(group, "values", own.items())
-    if lacking:
-        raise InputError(
-            f"some ranks built {few(lacking)} on meta, others with values; build the model in the same way on all "
-            "ranks, or on meta everywhere with weights="
-        )
-    for name in different:
-        _take_from_rank_0(group, own[name])
-    if different and group.rank == 0:
+    first, *others = group.exchange(f"different {what}", mine)
+    for rank, theirs in enumerate(others, 1):
+        names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+        if names:
+            kinds = " and ".join(each.get(names[0], "missing") for each in (first, theirs))
+            raise InputError(f"{few(names)} differ between ranks 0 and {rank} ({kinds}); {way}")
+
+
+def _warn_of_gaps(group: Group, model: nn.Module) -> None:
+    """Warns on rank 0 of weights whose layout cannot be kept."""
+    with DisableTorchFunctionSubclass():  # this asks for a weight's layout, not its values
+        found = [name for name, each in model.named_parameters() if not is_dense(each.shape, each.stride())]
+    if found and group.rank == 0:
         logger.warning(
-            "the ranks built different models (%s): all train rank 0's; seed them alike before building, with "
-            "torch.manual_seed, and nothing has to be sent",
-            few(different),
+            "%s: elements with gaps between them, or that overlap, become contiguous in a chunk, so that numbers may "
+            "differ from plain PyTorch's by rounding",
+            few(found),
         )
-
-
-def _compare(group: Group, what: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
-    """Names that have values on some ranks only, and names whose values differ; the same result on all ranks."""
-    mine = {name: _digest(tensor) for name, tensor in tensors}
-    answers = group.exchange(what, mine)
-    names = dict.fromkeys(name for answer in answers for name in answer)
-    lacking: list[str] = []
-    different: list[str] = []
-    for name in names:
-        found = [answer.get(name) for answer in answers]
-        if all(value == found[0] for value in found):
-            continue
-        (lacking if None in found else different).append(name)
-    return lacking, different
-
-
-def _digest(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """A sum of all bit patterns weighted by their index; None without values, and for a layout without strides."""
-    if tensor.is_meta or tensor.layout != torch.strided:
-        return None
-    flat = tensor.detach().reshape(-1)
-    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
-    total = 0
-    for start in range(0, bits.numel(), _PIECE_NUMEL):
-        piece = bits[start : start + _PIECE_NUMEL].long()
-        places = torch.arange(start, start + piece.numel(), device=piece.device)
-        total += int((piece * (2 * places + 1)).sum())  # wraps around, on all ranks alike
-    return (*tensor.shape, total)
-
-
-def _take_from_rank_0(group: Group, tensor: torch.Tensor) -> None:
-    value = tensor.detach()
-    flat = value.reshape(-1).cpu()
-    group.send_from_rank_0(flat)
-    value.copy_(flat.view(value.shape))

@@ -12,44 +12,41 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir.chunk.arena import Arena
-from elixir.chunk.chunk import Chunk, Slot
+from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware.memory import total_host_bytes
 from elixir.hardware.profile import other_device
-from elixir.memory_order import is_dense
 from elixir.models.buffer_place import buffer_places
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.plannable import refuse_compiled, refuse_unplannable
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name, format_bytes, parse_dtype
-from elixir.wrapper.assemble.agreement import agree_on_values, plan_for_all
+from elixir.wrapper.assemble.agreement import plan_for_all
 from elixir.wrapper.assemble.frozen_weights import FrozenWeights
-from elixir.wrapper.assemble.weight_source import Weights, WeightSource
+from elixir.wrapper.assemble.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
 
-def build_chunks(  # noqa: PLR0913 - the first five are those of `Build`
+def build_chunks(
     model: nn.Module,
     plan: Plan,
     arena: Arena,
     group: Group,
     window: StateWindow,
-    weights: Weights | None = None,
     *,
+    source: WeightSource,
     frozen: FrozenWeights | None = None,
-    strict: bool = True,
     buffer_dtype: torch.dtype | None = None,
 ) -> Iterator[Chunk]:
     """Yields chunks with the model's weights at their homes, one by one; then places the model's buffers.
 
-    A rank reads one parameter at a time, and only parameters of which it keeps a part. Parameters keep their identity.
-    If a chunk holds a parameter's exact values in memory, its memory is freed once the caller has the chunk.
-    Other parameters keep theirs until `Chunk.attach`, so that `Origins.undo` finds all values whatever fails before.
+    A rank reads one chunk at a time, and only parameters of which it keeps a part, or that other ranks may have with
+    other values. Parameters keep their identity. If all weights are the model's own, their memory is freed once the
+    caller has the chunk. Otherwise a value may still be refused, so the model keeps its memory until `Chunk.attach`.
 
     Args:
         model: a model on meta, with values, or partly both.
@@ -57,37 +54,31 @@ def build_chunks(  # noqa: PLR0913 - the first five are those of `Build`
         arena: allocates and counts the memory.
         group: the ranks over which chunks are sharded.
         window: the buffers for masters that live on a disk.
-        weights, strict: see `WeightSource`.
+        source: gives the values, see `agree_on_weights`.
         frozen: the files in which the plan leaves frozen weights.
         buffer_dtype: see `place_buffers`.
 
     Raises:
-        InputError: a weight on meta has no source, or see `agree_on_values`.
+        InputError: a weight on meta has no source, or another shape there.
         RankError: another rank has failed.
     """
-    agree_on_values(group, model, weights, strict=strict)
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    _agree_on_layouts(group, by_name)
-    drawn = 0
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        # Drawing advances the generator, as building on the CPU would.
-        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-    seed = group.exchange("seed", drawn)[0]
-    with group.together("have its weights"):
-        source = WeightSource(model, weights, seed=seed, strict=strict)
+    all_own = not any(map(source.replaces, by_name))
     for index, chunk_plan in enumerate(plan.chunks):
         parameters = [by_name[slot.name] for slot in chunk_plan.parameters]
         chunk = _made(index, chunk_plan, parameters, group, arena.device)
-        with _released_on_error(chunk), group.together("fill its weights"):
-            _make_memory(chunk, plan, arena, window, frozen)
-            if chunk.filed is None:
-                _load_weights(chunk, source)
+        with _released_on_error(chunk):
+            with group.together("fill its weights"):
+                _make_memory(chunk, plan, arena, window, frozen)
+                values = _in_memory(chunk, source)
+            values = {name: _of_rank_0(group, value) for name, value in values.items()}
+            with group.together("write its weights"):
+                _load_weights(chunk, source, values)
+            values.clear()  # they may be the model's memory, which is freed next
         yield chunk
-        for slot in chunk.slots:
-            if not source.replaces(slot.name) and _has_exact_values(chunk, slot):
-                chunk.show(slot)
-    with group.together("fill its buffers"):
-        source.fill_buffers()
+        for slot in chunk.slots if all_own else ():
+            chunk.show(slot)
+    with group.together("place its buffers"):
         place_buffers(model, arena.device, buffer_dtype)
 
 
@@ -219,40 +210,27 @@ def _kind_of_shard(plan: ChunkPlan) -> str:
     return "weight_shards" if plan.weight_home == "device" else "weights"
 
 
-def _load_weights(chunk: Chunk, source: WeightSource) -> None:
-    with chunk.in_memory(write=True):
-        for slot in chunk.slots:
-            if chunk.wants(slot):
-                chunk.write(slot, source.parameter(slot.name))
+def _in_memory(chunk: Chunk, source: WeightSource) -> dict[str, torch.Tensor]:
+    """The values of a chunk that ranks have in memory, each rank its own."""
+    names = [slot.name for slot in chunk.slots if chunk.filed is None and source.is_in_memory(slot.name)]
+    return {name: source.parameter(name) for name in names}
 
 
-def _has_exact_values(chunk: Chunk, slot: Slot) -> bool:
-    """Whether the chunk's memory on all ranks holds exactly the values of a parameter."""
-    own = slot.parameter
-    held = chunk.masters if chunk.masters is not None and chunk.stored is None else chunk.shard_weights
-    wide_enough = torch.promote_types(own.dtype, held.dtype) == held.dtype
-    return wide_enough and is_dense(own.shape, own.stride())
+def _of_rank_0(group: Group, value: torch.Tensor) -> torch.Tensor:
+    """Rank 0's `value`, with whose values no rank trains a mixture; `value` itself stays as it is."""
+    if group.size == 1:
+        return value
+    sent = value.reshape(-1).to("cpu", copy=group.rank > 0)
+    group.send_from_rank_0(sent)
+    return sent.view(value.shape)
 
 
-def _agree_on_layouts(group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses weights whose layout differs between ranks, and warns about layouts that cannot be kept."""
-    with DisableTorchFunctionSubclass():  # this asks for a weight's layout, not its values
-        strides = {name: each.stride() for name, each in parameters.items() if not each.is_contiguous()}
-    answers = group.exchange("layouts", strides)
-    for rank, theirs in enumerate(answers):
-        other = [name for name in {**answers[0], **theirs} if answers[0].get(name) != theirs.get(name)]
-        if other:
-            raise InputError(
-                f"{few(other)} do not lie in memory in the same order on ranks 0 and {rank}; build the model in the "
-                "same way on all ranks, with channels_last on all of them or on none"
-            )
-    found = [name for name, stride in strides.items() if not is_dense(parameters[name].shape, stride)]
-    if found and group.rank == 0:
-        logger.warning(
-            "%s: elements with gaps between them, or that overlap, become contiguous in a chunk, so that numbers may "
-            "differ from plain PyTorch's by rounding",
-            few(found),
-        )
+def _load_weights(chunk: Chunk, source: WeightSource, values: Mapping[str, torch.Tensor]) -> None:
+    """Writes a chunk's weights: `values`, and the others from their source."""
+    if chunk.filed is None:
+        with chunk.in_memory(write=True):
+            for slot in filter(chunk.wants, chunk.slots):
+                chunk.write(slot, values[slot.name] if slot.name in values else source.parameter(slot.name))
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, become_real
-from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError, few
+from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError
 from elixir.extents.weight_files import FileShard
 from elixir.models.buffer_place import BufferPlace, buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
@@ -28,12 +27,11 @@ _SHORTAGES = (ElixirError, RuntimeError, MemoryError, OSError)
 class _Origin:
     device: torch.device
     dtype: torch.dtype
-    was_meta: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Origin:
         # Tensors that came on meta get values in host memory.
-        return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype, tensor.is_meta)
+        return _Origin(torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype)
 
 
 _HOLDERS: WeakKeyDictionary[nn.Module, WeakSet[Origins]] = WeakKeyDictionary()
@@ -55,34 +53,12 @@ class Origins:
             if isinstance(place.holder, nn.Module):
                 _HOLDERS.setdefault(place.holder, WeakSet()).add(self)
 
-    @torch.no_grad()
-    def undo(self, engine: Engine, *, alone: bool) -> None:
-        """Gives the model back unchanged, values included, after wrapping has failed. Chunks give up their memory.
-
-        Args:
-            engine: the engine in any state; its chunks hold the weights for which `Chunk.shows` is True.
-            alone: whether other ranks do not call this.
-        """
+    def undo(self) -> None:
+        """Puts the buffers back that were there before a wrapping that has failed."""
         for place, *_ in self._buffers:
             self._leave(place)
             if place.present is not place.buffer:
                 place.put(place.buffer)
-        engine.release_memory()
-        missing: list[str] = []
-        for chunk in engine.chunks:
-            slots = [slot for slot in chunk.slots if chunk.shows(slot)]
-            came_on_meta = {slot.name for slot in slots if self._parameters[slot.parameter].was_meta}
-            real = [slot.name for slot in slots if slot.name not in came_on_meta]
-            memory: torch.Tensor | None = None
-            if real and not (alone and engine.group.size > 1):
-                with contextlib.suppress(*_SHORTAGES):
-                    memory = _gathered(engine, chunk)
-            for slot in slots:
-                self._give(slot, None if slot.name in came_on_meta else memory)
-            missing += real if memory is None else []
-            chunk.let_go()
-        if missing:
-            logger.error("%d weights could not be given back and are on meta: %s", len(missing), few(missing))
 
     @torch.no_grad()
     def give_back(self, engine: Engine, *, alone: bool) -> ElixirError | None:
@@ -250,21 +226,6 @@ def _as_rounded(error: Exception | None) -> ElixirError | None:
             error.error, error.what, "the model is given back with these weights in the dtype in which it ran"
         )
     return error if error is None or isinstance(error, ElixirError) else NoMemoryError(str(error))
-
-
-def _gathered(engine: Engine, chunk: Chunk) -> torch.Tensor:
-    """The weights of a chunk in the best precision that memory holds; on one rank without a copy."""
-    masters = chunk.masters if chunk.stored is None else None  # those on a disk are not in memory
-    if chunk.weights is not None and masters is None:
-        return chunk.weights
-    shard = chunk.shard_weights if masters is None else masters
-    if engine.group.size == 1:
-        return shard
-    with engine.group.together("have room for a chunk"):
-        whole = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=engine.device)
-        mine = shard.to(engine.device)
-    engine.group.gather(whole, mine)
-    return whole
 
 
 def _uncast(buffer: torch.Tensor, before: torch.Tensor, origin: _Origin) -> torch.Tensor:

@@ -22,6 +22,8 @@ from elixir.errors import InputError, InputTypeError, few
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import InnerTensor, flat
 from elixir.models.quantised import by_companions, is_packed, refuse_other_form
+from elixir.torch_private import DisableTorchFunctionSubclass
+from elixir.units import dtype_name
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class WeightSource:
             self._given, different = check_weights(model, given, strict=strict)
             if different:
                 logger.warning("the weights given are not all of %s: %s", type(model).__name__, different)
+        self._is_dict = isinstance(given, dict)
         self._own = OwnInitialisation(model, seed)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -65,8 +68,7 @@ class WeightSource:
             InputError: the parameter is on meta and nothing gives its value; or the shape differs.
         """
         parameter = self._parameters[name]
-        given = self._given or {}
-        alias = next((alias for alias in self._names[parameter] if alias in given), None)
+        alias, given = self._alias(parameter), self._given or {}
         if alias is not None:
             value = _shaped(given[alias], parameter, alias)
             if is_packed(parameter) and value.dtype != parameter.dtype:
@@ -83,7 +85,25 @@ class WeightSource:
     def replaces(self, name: str) -> bool:
         """Whether a parameter gets new values, or is on meta."""
         parameter = self._parameters[name]
-        return parameter.is_meta or any(alias in (self._given or {}) for alias in self._names[parameter])
+        return parameter.is_meta or self._alias(parameter) is not None
+
+    def is_in_memory(self, name: str) -> bool:
+        """Whether each rank has its own values of a parameter, in the model or a state dict: rank 0's count then."""
+        return self._is_dict if self._alias(self._parameters[name]) is not None else not self._parameters[name].is_meta
+
+    def kinds(self) -> dict[str, str]:
+        """Describes each parameter and buffer, and where its value comes from: the same on all ranks."""
+        found: dict[str, str] = {}
+        for name, parameter in self._parameters.items():
+            with DisableTorchFunctionSubclass():  # this asks for a weight's layout, not its values
+                found[name] = f"{kind_of(parameter)}, strides {list(parameter.stride())}"
+            if (alias := self._alias(parameter)) is not None:
+                found[name] += f", given in {kind_of((self._given or {})[alias]) if self._is_dict else 'files'}"
+        return found | {place.name: kind_of(place.buffer) for place in buffer_places(self._model)}
+
+    def _alias(self, parameter: nn.Parameter) -> str | None:
+        """The name of a parameter in the values given; None if they lack it."""
+        return next((alias for alias in self._names[parameter] if alias in (self._given or {})), None)
 
     def fill_buffers(self) -> None:
         """Gives every buffer that is on meta or in `given` its value, on the CPU."""
@@ -214,6 +234,13 @@ def _aliases(name: str) -> list[str]:
     """A name, and the one that the tensor had before peft put adapters around its module."""
     before = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
     return list(dict.fromkeys((name, before)))
+
+
+def kind_of(tensor: object) -> str:
+    """Dtype and shape, and whether it is on meta."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{' on meta' * tensor.is_meta}"
 
 
 def _shaped(value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:

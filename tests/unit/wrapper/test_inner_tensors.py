@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import elixir
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
+from elixir.hardware import promises
 from elixir.hardware.profile import preset
 from elixir.models.inner_tensors import unwrap_subclasses
 from elixir.torch_private import tree_map
@@ -207,6 +209,19 @@ def test_a_failed_wrapping_puts_them_together() -> None:
         elixir.ElixirModule(it.model, make_plan(other, "streamed"), weights={"no": torch.zeros(1)})
     assert it.model[0].weight is weight
     assert torch.equal(_plain(weight), _plain(other.model[0].weight))
+
+
+def test_one_whose_wrapping_failed_late_cannot_be_wrapped_or_read() -> None:
+    it = scaled_case()
+    plan, linear = make_plan(it, "streamed"), it.model[0]
+    with mock.patch.object(promises, "enter", side_effect=MemoryError()), pytest.raises(MemoryError):
+        elixir.ElixirModule(it.model, plan, device=gpu.DEVICE)
+    assert type(linear.weight) is ScaledTensor
+    for each in (it.model, nn.Sequential(linear)):
+        with pytest.raises(InputError, match="build the model again"):
+            elixir.ElixirModule(each, plan, device=gpu.DEVICE)
+    with pytest.raises((InputError, RuntimeError)):  # PyTorch's, below the operators of this class
+        step(it.model, it.inp)
 
 
 def test_one_that_trains_is_refused_by_name() -> None:

@@ -29,7 +29,7 @@ from tests.common import inside
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors
 from tests.common.parity import Case, case, make_plan
-from tests.common.rank_threads import on_ranks
+from tests.common.rank_threads import on_ranks, results
 from tests.unit.wrapper.step.test_muon import optimizers as with_muon
 from tests.unit.wrapper.test_one_pass_traps import Layer, check, seeded
 
@@ -283,31 +283,60 @@ class Buffered(nn.Module):
         return found
 
 
-def test_ranks_take_the_buffers_of_rank_0_whatever_has_become_of_them() -> None:
-    def work(rank: int) -> dict[str, torch.Tensor]:
-        model, inp = Buffered(), {"input": torch.ones(2, 8)}
-        plan = simple_search(model, 2, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
-        module = ElixirModule(model, plan, device="cpu")
-        if rank == 0:
-            model.grown, model.cache, model.kind = torch.ones(5), torch.ones(5), torch.ones(2, dtype=torch.float64)
-            model.wide = torch.ones(1).expand(2)
-            model.register_buffer("late", torch.ones(3))
-        for _ in range(2):
-            module(**inp).sum().backward()
+def wrapped_buffers() -> tuple[Buffered, ElixirModule, dict[str, torch.Tensor]]:
+    model, inp = Buffered(), {"input": torch.ones(2, 8)}
+    plan = simple_search(model, 2, inp=inp, step_fn=lambda m, inp: m(**inp).sum().backward()).plan
+    return model, ElixirModule(model, plan, device="cpu"), inp
+
+
+def test_ranks_take_the_buffers_of_rank_0_also_those_that_no_one_can_write_to() -> None:
+    def work(rank: int) -> dict[str, list[float]]:
+        model, module, inp = wrapped_buffers()
+        model.wide = torch.full((1,), 1.0 + rank).expand(2)
+        with torch.inference_mode():
+            model.kind = torch.full((2,), 1.0 + rank)
+        module(**inp).sum().backward()
         module.zero_grad()
-        found = dict(model.named_buffers())
+        assert model.kind.is_inference() == (rank == 0)
+        found = {name: each.tolist() for name, each in model.named_buffers()}
         module.close()
         return found
 
-    first, other = on_ranks(2, work)
-    assert isinstance(first, dict)
-    assert isinstance(other, dict), other
-    assert torch.equal(other.pop("cache"), torch.zeros(2))
-    assert torch.equal(first.pop("cache"), torch.ones(5))
-    assert {name: (value.dtype, value.tolist()) for name, value in other.items()} == {
-        name: (value.dtype, value.tolist()) for name, value in first.items()
-    }
-    assert (other["late"].tolist(), other["grown"].numel(), other["kind"].dtype) == ([1.0] * 3, 5, torch.float64)
+    first, other = results(2, work)
+    assert first == other
+    assert first["wide"] == first["kind"] == [1.0, 1.0]
+
+
+def grow(model: Buffered) -> None:
+    model.grown = torch.ones(5)
+
+
+def cast(model: Buffered) -> None:
+    model.kind = torch.ones(2, dtype=torch.float64)
+
+
+def add(model: Buffered) -> None:
+    model.register_buffer("late", torch.ones(3))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("change", "name"), [(grow, "grown"), (cast, "kind"), (add, "late")])
+def test_buffers_that_one_rank_has_otherwise_are_refused_by_name_on_all(
+    change: Callable[[Buffered], None], name: str, rank: int
+) -> None:
+    def work(mine: int) -> None:
+        model, module, inp = wrapped_buffers()
+        if mine == rank:
+            change(model)
+        for call in (lambda: module(**inp), module.state_dict):
+            with pytest.raises(InputError, match=f"^{name} differ between ranks 0 and 1 .*in attributes"):
+                call()
+        change(model)  # on all: the run goes on
+        module(**inp).sum().backward()
+        module.zero_grad()
+        module.close()
+
+    results(2, work)
 
 
 class Sparse(nn.Module):

@@ -1,4 +1,4 @@
-"""The message with rank 0's buffers, and what becomes of it, with ranks that only answer."""
+"""The messages with rank 0's buffers, and what becomes of them, with ranks that only answer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.errors import InputError
 from elixir.wrapper.assemble.shared_buffers import SharedBuffers
 
 
 class Answers:
-    """The group of a rank among two, which gets these answers and messages; without numbers, all agree."""
+    """The group of a rank among two, which gets these answers by what is exchanged; in all else the other agrees."""
 
-    def __init__(self, rank: int, *answers: Any, size: int = 2) -> None:
-        self.rank, self.size, self.answers = rank, size, list(answers)
+    def __init__(self, rank: int, answers: dict[str, Any] | None = None, *, size: int = 2) -> None:
+        self.rank, self.size, self.answers = rank, size, answers or {}
         self.sent: list[torch.Tensor] = []
-        self.asked: list[str] = []
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
-        self.asked.append(what)
-        return [self.answers.pop(0) if self.answers else mine, mine]
+        return [self.answers.get(what, mine), mine]
 
     def send_from_rank_0(self, message: torch.Tensor) -> None:
         self.sent.append(message.clone())
@@ -36,13 +35,17 @@ class Network:
 
     def __init__(self) -> None:
         self.network = self
-        self.calls: list[str] = []
+        self.waits = 0
+
+    def ask(self, work: Callable[[], Any]) -> Any:
+        return work()
 
     def submit(self, work: Callable[[], Any]) -> Any:
         work()
-        return SimpleNamespace(
-            wait=lambda: self.calls.append("wait"), synchronize=lambda: self.calls.append("synchronize")
-        )
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self) -> None:
+        self.waits += 1
 
 
 def buffers_of(model: nn.Module, group: Any, lanes: Any) -> SharedBuffers:
@@ -50,50 +53,55 @@ def buffers_of(model: nn.Module, group: Any, lanes: Any) -> SharedBuffers:
 
 
 def model_of() -> nn.Module:
-    """Buffers of 5 bytes, of 16, and of 24, which one may not write to outside of inference."""
+    """Buffers of two dtypes, one of which may not be written to outside of inference, and one that two names share."""
     model = nn.Module()
     model.register_buffer("codes", torch.zeros(5, dtype=torch.uint8))
-    model.register_buffer("table", torch.zeros(4, dtype=torch.int32), persistent=False)
+    model.register_buffer("table", torch.zeros(2, 2), persistent=False)
+    model.register_buffer("bits", torch.zeros(3, dtype=torch.uint8))
+    model.register_buffer("again", model.table)
     with torch.inference_mode():
-        model.register_buffer("made", torch.zeros(3, dtype=torch.int64))
+        model.register_buffer("made", torch.zeros(3, dtype=torch.uint8))
     return model
 
 
 def test_one_rank_and_models_without_buffers_exchange_nothing() -> None:
     for model, size in ((model_of(), 1), (nn.Linear(2, 2), 2)):
-        lanes: Any = None
+        lanes: Any = SimpleNamespace(network=None)
         shared = buffers_of(model, Answers(0, size=size), lanes)
         shared.before_forward()
         assert shared.of_rank_0() == {}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_buffers_come_in_one_message_at_multiples_of_16_bytes(rank: int) -> None:
+def test_buffers_come_in_one_message_for_each_dtype_before_forwards_after_gradients(rank: int) -> None:
     model, group, lanes = model_of(), Answers(rank), Network()
     before = dict(model.named_buffers())
+    versions = model.codes._version
     shared = buffers_of(model, group, lanes)
     shared.before_forward()
-    (message,) = group.sent
-    assert (message.dtype, message.numel()) == (torch.uint8, 16 + 16 + 32)
-    assert lanes.calls == ["wait"]
+    assert [(message.dtype, message.numel()) for message in group.sent] == [(torch.float32, 4), (torch.uint8, 11)]
+    assert lanes.waits == 1
     now = dict(model.named_buffers())
-    ones = int.from_bytes(b"\1" * 8, "little")
-    values = {"codes": [1] * 5, "table": [ones % 2**32] * 4, "made": [ones] * 3}
-    assert {name: each.tolist() for name, each in now.items()} == {
-        name: value if rank else [0] * len(value) for name, value in values.items()
-    }
-    assert [now[name] is before[name] for name in values] == [True, True, not rank]
+    assert all(bool((each == rank).all()) for each in now.values())
+    assert [now[name] is before[name] for name in ("codes", "table", "bits", "made")] == [True, True, True, not rank]
+    assert model.codes._version == versions, "a forward may already have saved it"
     with torch.no_grad():
         shared.after_forward()
     shared.before_forward()
-    assert len(group.sent) == 1, "none are due after a forward without gradients"
+    assert len(group.sent) == 2, "none are due after a forward without gradients"
     found = shared.of_rank_0()
-    assert lanes.calls == ["wait", "synchronize"]
-    assert [each is now[name] for name, each in zip(values, found, strict=False)] == [True] * (3 * rank)
-    assert len(group.sent) == 2
+    assert set(found) == (set(now.values()) if rank else set())
+    assert all(bool((each == rank).all()) for each in now.values()), "they stay as they are"
     shared.after_forward()
     shared.before_forward()
-    assert len(group.sent) == 3
+    assert len(group.sent) == 6
+
+
+def test_a_buffer_that_another_rank_lacks_is_named() -> None:
+    answer = {"kinds of buffers": 0, "different buffers": {"codes": "buffer cpu torch.strided torch.uint8 uint8 [5]"}}
+    shared = buffers_of(model_of(), Answers(1, answer), Network())
+    with pytest.raises(InputError, match=r"^table, bits, made differ between ranks 0 and 1 \(missing and buffer cpu"):
+        shared.before_forward()
 
 
 def test_compute_has_read_what_came_on_another_stream_before_its_memory_is_free(
@@ -102,12 +110,8 @@ def test_compute_has_read_what_came_on_another_stream_before_its_memory_is_free(
     read: list[str] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     late = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=read.append)
-    here = SimpleNamespace(is_cuda=False)
-    model = model_of()
-    shared = buffers_of(model, Answers(1, 1, {"late": late, "here": here}, 1, {"late": late}), Network())
+    model = nn.Module()
+    model.register_buffer("table", torch.eye(2).to_sparse())
+    shared = buffers_of(model, Answers(0, {"sparse buffers": [late]}), Network())
     shared.before_forward()
     assert read == ["stream of cuda:0"]
-    assert model._buffers["late"] is late
-    del model._buffers["late"], model._buffers["here"]
-    assert shared.of_rank_0() == {}
-    assert read == ["stream of cuda:0"] * 2

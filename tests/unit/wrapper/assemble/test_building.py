@@ -243,6 +243,7 @@ def test_nothing_is_guessed() -> None:
     plan = make_plan(real, "streamed")
     with torch.device("meta"):
         bare, other = Bare(), Bare()
+    bare.shift = torch.ones(4)
     with pytest.raises(InputError, match=r"gain is on meta.*weights="):
         wrapped(bare, plan)
     with pytest.raises(InputError, match="buffers shift"):

@@ -17,6 +17,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
 from elixir.chunk.memory import Memory
 from elixir.plan.plan import Plan
+from elixir.wrapper.assemble.agreement import agree_on_weights
 from elixir.wrapper.assemble.chunks import build_chunks, place_buffers
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_options import RunOptions
@@ -52,7 +53,9 @@ def plan_of(dtype: torch.dtype) -> Plan:
     return replace(plan, chunks=tuple(chunks), block_count=len(chunks))
 
 
-def built(plan: Plan, folder: Path, **options: Any) -> tuple[dict[int, list[Any]], dict[int, bool]]:
+def built(
+    plan: Plan, folder: Path, weights: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[int, list[Any]], dict[int, bool]]:
     """By layer, what is made for it, and whether its parameter points into the chunk once the next one is filled."""
     made: dict[int, list[Any]] = {}
     shown: dict[int, bool] = {}
@@ -64,11 +67,12 @@ def built(plan: Plan, folder: Path, **options: Any) -> tuple[dict[int, list[Any]
             return super().make(numel, dtype, home, kind, **how)
 
     def noted(model: nn.Module, plan: Plan, arena: Arena, group: Group, window: Any) -> Iterator[Chunk]:
-        for chunk in build_chunks(model, plan, Noted(arena.device), group, window, **options):
+        source = agree_on_weights(group, model, weights, strict=False)
+        for chunk in build_chunks(model, plan, Noted(arena.device), group, window, source=source):
             made[int(chunk.slots[0].name[0])] = list(now)
             now.clear()
             yield chunk
-        # What a chunk holds exactly has no other memory by now.
+        # What a chunk holds has no other memory by now.
         shown.update({int(each.slots[0].name[0]): each.shows(each.slots[0]) for each in engine.chunks})
 
     engine = Engine(model_of(), Group(), torch.device("cpu"), RunOptions(disk_folders=(str(folder),)))
@@ -78,11 +82,11 @@ def built(plan: Plan, folder: Path, **options: Any) -> tuple[dict[int, list[Any]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_home_has_its_memory_and_exact_values_are_held_once(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_each_home_has_its_memory_and_own_values_are_held_once(dtype: torch.dtype, tmp_path: Path) -> None:
     rounded, name = dtype is torch.bfloat16, str(dtype).removeprefix("torch.")
     plan = plan_of(dtype)
     numel = plan.chunks[0].numel
-    made, shown = built(plan, tmp_path, weights={"1.weight": torch.ones(4, 4)}, strict=False)
+    made, shown = built(plan, tmp_path)
     for layer, (resident, weights, states) in enumerate(HOMES):
         expected: list[Any] = []
         if states != "disk" and (rounded or weights != states):
@@ -91,10 +95,12 @@ def test_each_home_has_its_memory_and_exact_values_are_held_once(dtype: torch.dt
         kind = "resident_weights" if resident else "weights" if weights == "host" else "weight_shards"
         expected.append((kind, weights, name, numel, True))
         assert made[layer] == expected, layer
-        exact = layer != 1 and (not rounded or states != "disk")
-        assert shown[layer] is exact, layer
+        assert shown[layer], layer
     assert made[FROZEN] == [("weights", "host", name, numel, True)]
-    assert (shown[FROZEN - 1], shown[FROZEN]) == (False, not rounded)
+    assert shown[FROZEN - 1]
+    assert shown[FROZEN]
+    _, shown = built(plan, tmp_path, {"1.weight": torch.ones(4, 4)})
+    assert not any(shown.values()), "a value that is given may still be refused"
 
 
 def test_buffers_are_cast_and_shared_as_before() -> None:
