@@ -147,7 +147,7 @@ class _Way:
     option: BatchOption
     question: Question
     seconds: float
-    """As far as they are known: first the least floor of its shapes, infinite where none fits."""
+    """The closest look so far; at first the least floor of its shapes, infinite where none fits."""
     trace: Callable[[], StepTrace]
     """Traces its step, of which the question may have what is predicted."""
     answer: Answer | None = None
