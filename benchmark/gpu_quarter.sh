@@ -110,7 +110,8 @@ keep() {
 
 pack() {
     if [ -n "$child" ] && kill -TERM "$child" 2>/dev/null; then wait "$child" 2>/dev/null; fi
-    if [ -n "$copier" ]; then kill "$copier" 2>/dev/null; wait "$copier" 2>/dev/null; fi
+    # Not TERM: a shell that has just been forked may lose it, and would copy for as long as this one waits.
+    if [ -n "$copier" ]; then kill -KILL "$copier" 2>/dev/null; wait "$copier" 2>/dev/null; fi
     rm -f "$out"/.*.part
     keep
 }

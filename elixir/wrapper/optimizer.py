@@ -245,7 +245,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         layer together: weights are fetched, and gradients sent home, once for all of them. Losses and, with one pass
         per step, gradients have the bits of the loop, if each micro-batch has one forward and one backward; several
         passes or backwards are summed in another order. All micro-batches call the same layers in the same order, and
-        what runs between and after layers reads only what layers return. Each micro-batch has a thread, of which one
+        what runs between and after layers reads only what layers return; nothing else that a layer reads changes before
+        the pass is over. Each micro-batch has a thread, of which one
         runs at a time, and its own random numbers; for those of a loop, set a seed in `step_fn`. Their seeds follow
         from the state of PyTorch's CPU generator, which moves on only if a micro-batch has drawn: without dropout,
         batches that are drawn from it are those of the loop.
@@ -265,6 +266,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if size == 1:
             return [run_user_code(step_fn, self.module, batch) for batch in given]
         refuse_passes(self.module.module)
+        self._engine.refuse_in_pass("accumulate()")
         results: list[Any] = []
         for first in range(0, len(given), size):
             if self._engine.before_forward is not None:  # which may move chunks, as no pass that has begun could bear

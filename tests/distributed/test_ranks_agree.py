@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def test_all_ranks_train_the_model_of_rank_0(kind: str, together: bool) -> None:
         torch.testing.assert_close(torch.from_numpy(values.pop("output")), output.detach())
         for name, value in expected.state_dict().items():
             assert torch.equal(torch.from_numpy(values[name]), value), name
+
+
+def given_apart(rank: int, world_size: int) -> None:
+    """Any mapping of tensors is in each rank's memory, so rank 0's counts; buffers of another layout are refused."""
+    torch.manual_seed(3)
+    model = Small()
+    plan = planned(model, "host")
+    given = {name: torch.full_like(value, 1.0 + rank) for name, value in model.state_dict().items()}
+    module = ElixirModule(model, plan, device="cpu", weights=MappingProxyType(given))
+    assert all(torch.equal(value, torch.ones_like(value)) for value in module.state_dict().values())
+    module.close()
+    model.register_buffer("identity", torch.eye(3).to_sparse() if rank else torch.eye(3), persistent=False)
+    before = model.first.weight.detach().clone()
+    with pytest.raises(InputError, match=r"^identity differ between ranks 0 and 1 .*sparse_coo"):
+        ElixirModule(model, plan, device="cpu")
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_mapping_of_weights_is_rank_0s_and_a_refusal_changes_nothing() -> None:
+    run_ranks(2, given_apart)
 
 
 def refused(rank: int, world_size: int) -> None:

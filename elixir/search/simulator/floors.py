@@ -140,7 +140,9 @@ class Floors:
         if early:
             found = np.maximum(found, self._between_updates_s(homes))
         if self._setting.accumulation > 1:
-            stalled_s = self._stalled_s(homes, self._times.model.grad_blocks(codes)[0])
+            stalled_s: Floats = np.zeros((1, 1))
+            if self._setting.overlap:  # otherwise a gradient may begin before the last one has left its block
+                stalled_s = self._stalled_s(homes, self._times.model.grad_blocks(codes)[0])
             later_s = self._later_s(homes, blocks, stalled_s, prefetch=prefetch)
             found = np.maximum(found + later_s, self._lanes_s(homes, blocks))
         return np.maximum(found, self._disk_s(codes))

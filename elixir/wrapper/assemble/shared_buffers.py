@@ -28,7 +28,8 @@ class SharedBuffers:
     kernel counts none, nor does code that writes through ``data``.
 
     Args:
-        model: the model; its buffers have the same names, shapes and dtypes on all ranks whenever they are taken.
+        model: the model; its buffers have the same names, shapes and dtypes on all ranks whenever they are taken. One
+            that has none now shares none.
         group: the ranks.
         lanes: the lanes; it uses the network.
     """

@@ -58,7 +58,7 @@ class WeightSource:
             self._given, different = check_weights(model, given, strict=strict)
             if different:
                 logger.warning("the weights given are not all of %s: %s", type(model).__name__, different)
-        self._is_dict = isinstance(given, dict)
+        self._in_memory = isinstance(given, Mapping)
         self._own = OwnInitialisation(model, seed)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -89,7 +89,8 @@ class WeightSource:
 
     def is_in_memory(self, name: str) -> bool:
         """Whether each rank has its own values of a parameter, in the model or a state dict: rank 0's count then."""
-        return self._is_dict if self._alias(self._parameters[name]) is not None else not self._parameters[name].is_meta
+        parameter = self._parameters[name]
+        return not parameter.is_meta if self._alias(parameter) is None else self._in_memory
 
     def kinds(self) -> dict[str, str]:
         """Describes each parameter and buffer, and where its value comes from: the same on all ranks."""
@@ -98,8 +99,11 @@ class WeightSource:
             with DisableTorchFunctionSubclass():  # this asks for a weight's layout, not its values
                 found[name] = f"{kind_of(parameter)}, strides {list(parameter.stride())}"
             if (alias := self._alias(parameter)) is not None:
-                found[name] += f", given in {kind_of((self._given or {})[alias]) if self._is_dict else 'files'}"
-        return found | {place.name: kind_of(place.buffer) for place in buffer_places(self._model)}
+                found[name] += f", given in {kind_of((self._given or {})[alias]) if self._in_memory else 'files'}"
+        buffers: dict[torch.Tensor, str] = {}  # by their first names, by which ranks send them
+        for place in buffer_places(self._model):
+            buffers.setdefault(place.buffer, place.name)
+        return found | {name: f"{kind_of(buffer)}, {buffer.layout}" for buffer, name in buffers.items()}
 
     def _alias(self, parameter: nn.Parameter) -> str | None:
         """The name of a parameter in the values given; None if they lack it."""

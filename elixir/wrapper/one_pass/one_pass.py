@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from elixir.access.autograd import backward_is_running
 from elixir.access.compiled_units import is_compiled
 from elixir.access.interrupts import raise_waiting
 from elixir.access.own_checkpoint import without_checkpoint
@@ -119,10 +120,16 @@ class OnePass:
         here = self._here()
         if here is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if backward_is_running():
+            raise InputError(
+                f"the layer {self._names[number]} runs again in backward inside of a pass, as under a reentrant "
+                "checkpoint of the model's own; take that out, or plan with pass_size=1"
+            )
         here.park(number)
         self._stages.now += 1
-        self._stages.use(self._layers[number].parameters())
-        region = Region(self._names[number], call, self._device, self._engine.swapping)
+        layer = self._layers[number]
+        self._stages.use(layer.parameters())
+        region = Region(self._names[number], layer, call, self._device, self._engine.swapping)
         output = region.forward(here.glue, args, kwargs)
         here.has_run(region)
         self._stages.now += 1

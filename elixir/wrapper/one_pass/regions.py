@@ -30,6 +30,8 @@ class Slot:
     """The gradient of a tensor at which a graph ends."""
 
     gradient: torch.Tensor | None = None
+    is_closed = False
+    """Whether the backward that begins with its gradient has begun."""
 
     def leaf(self, value: torch.Tensor) -> torch.Tensor:
         """The value without its graph, for glue and layers to read; unlike a leaf of autograd it may be written to."""
@@ -49,10 +51,19 @@ class _Caught(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
+        if gradient is not None and ctx.slot.is_closed:
+            raise InputError(
+                "a backward after accumulate() goes through layers, whose graphs are gone then: call it inside of "
+                "step_fn, once for each micro-batch, or plan with pass_size=1"
+            )
         if gradient is not None:
             had = ctx.slot.gradient
             ctx.slot.gradient = gradient if had is None else had + gradient
         return None, None
+
+
+_LEAF = "AccumulateGrad"
+"""The class of the nodes at which autograd leaves gradients."""
 
 
 def _slot_at(node: Any) -> Slot | None:
@@ -111,7 +122,7 @@ class Glue:
         found: dict[Any, None] = {}
         while todo:
             node = todo.pop()
-            if node is None or node in found or hasattr(node, "variable"):
+            if node is None or node in found or type(node).__name__ == _LEAF:
                 continue
             found[node] = None
             if _slot_at(node) is None:
@@ -154,13 +165,17 @@ class Region:
 
     Args:
         name: of the layer.
+        layer: the module.
         call: runs it.
         device: the device of compute.
         swapping: moves its inputs to the host meanwhile, if the plan says so.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], device: torch.device, swapping: Swapping) -> None:
-        self._name, self._call, self._swapping = name, call, swapping
+    def __init__(
+        self, name: str, layer: nn.Module, call: Callable[..., Any], device: torch.device, swapping: Swapping
+    ) -> None:
+        self._name, self._layer, self._call, self._swapping = name, layer, call, swapping
+        self._modes = self._present_modes()
         self._random, self._autocast = RandomState(device), Autocast(device)
         self.glue_roots: list[Root] = []
         """The places where the backward of the glue before this begins."""
@@ -187,6 +202,7 @@ class Region:
             if isinstance(item, torch.Tensor) and item.requires_grad:
                 slot = Slot()
                 results[place] = slot.leaf(item)
+                refuse_hooks(results[place])  # of which several stages may give parts
                 refuse_hooks(item)  # which code inside of the layer may have kept
                 self._outputs.append((place, slot))
         return tree_unflatten(results, spec)
@@ -199,8 +215,15 @@ class Region:
     def roots(self) -> list[Root]:
         """Runs the layer again, if any of its outputs has a gradient; returns where its backward begins."""
         outputs = [(place, slot) for place, slot in self._outputs if slot.gradient is not None]
+        for _, slot in self._outputs:
+            slot.is_closed = True
         if not outputs:
             return []
+        if self._present_modes() != self._modes:
+            raise InputError(
+                f"train() or eval() was called on the layer {self._name} before its backward, for which it runs again; "
+                "call it outside of accumulate(), or plan with pass_size=1"
+            )
         inputs = {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}
         given = {key: kept.again(self._name) for key, kept in inputs.items()}
         args, kwargs = tree_unflatten([given.get(id(kept), kept) for kept in self._inputs], self._spec)
@@ -220,6 +243,9 @@ class Region:
             number = next((number for number, item in enumerate(given) if item is value), None)
             moved = None if number is None else self._swapping.input_of(self._name, number, value)
         return _Input(value, slot, moved)
+
+    def _present_modes(self) -> list[bool]:
+        return [module.training for module in self._layer.modules()]
 
     def _moved(self) -> list[MovedTensor]:
         inputs = {id(kept): kept for kept in self._inputs if isinstance(kept, _Input)}
@@ -248,7 +274,7 @@ def refuse_hooks(value: torch.Tensor) -> None:
 
 def _refuse_hook(shape: torch.Size, *_: Any, **__: Any) -> Any:
     raise InputError(
-        f"a hook, or retain_grad(), waits for the gradient of a tensor of shape {list(shape)} that enters a layer, "
-        "which a pass of several micro-batches takes elsewhere; leave it out, put it on another tensor of the layer, "
-        "such as its output, or plan with pass_size=1"
+        f"a hook, or retain_grad(), waits for the gradient of a tensor of shape {list(shape)} that enters or leaves a "
+        "layer, which a pass of several micro-batches takes elsewhere; leave it out, put it on a tensor inside of the "
+        "layer, or plan with pass_size=1"
     )

@@ -28,6 +28,7 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
         write: whether writes become the weights, unless an exception ends the context.
     """
     engine.refuse_inside("gathered()")
+    engine.refuse_in_pass("gathered()")
     uses, parameters = engine.uses, _of_model(engine, wanted)
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []

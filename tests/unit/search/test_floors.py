@@ -56,6 +56,7 @@ def random_space(draw: random.Random, seed: int) -> SearchSpace:
         matrices=frozenset(name for name in names if draw.random() < 0.3) if draw.random() < 0.4 else frozenset(),
         frozen_weights=draw.choice(("host", "files")),
         device_kind=kind,
+        overlap=draw.random() < 0.8,
     )
     return SearchSpace(small.space.trace, hardware, setting)
 

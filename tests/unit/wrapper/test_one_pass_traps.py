@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,10 +212,21 @@ def test_5_but_not_mix_what_lies_before_and_after_a_layer(where: str) -> None:
         check(seeded(lambda: Mixing(where)))
 
 
+class HookedOutside(Turned):
+    """The model puts hooks on what layers have returned."""
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = super().run(layer, x)
+        _doubled(found)
+        return found
+
+
 def _hooked(where: str) -> Callable[[], nn.Module]:
     """Hooks that modules put on their tensors double gradients; the tail reads what has left the first layer, too."""
 
     def build() -> nn.Module:
+        if where == "what a layer has returned":
+            return HookedOutside(three())
         stack = Turned(three())
         if where == "a layer's input":
             stack.layers[0].register_forward_pre_hook(lambda layer, args: _doubled(args[0]))
@@ -230,12 +242,12 @@ def _doubled(x: torch.Tensor) -> None:
     x.register_hook(lambda gradient: 2 * gradient)
 
 
-def test_5_hooks_on_outputs_run_once() -> None:
+def test_5_hooks_inside_of_layers_run_once() -> None:
     check(_hooked("a layer's output"))
 
 
-@pytest.mark.parametrize("where", ["a layer's input", "what enters a layer"])
-def test_5_but_hooks_on_what_enters_a_layer_are_refused(where: str) -> None:
+@pytest.mark.parametrize("where", ["a layer's input", "what enters a layer", "what a layer has returned"])
+def test_5_but_hooks_on_what_enters_or_leaves_a_layer_are_refused(where: str) -> None:
     with pytest.raises(InputError, match="waits for the gradient"):
         check(_hooked(where))
 
@@ -502,7 +514,7 @@ def test_10_what_cannot_be_right_is_refused_by_name(layer: Any, loss: Any, messa
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
-        ("before", r"a hook, or retain_grad\(\), waits for the gradient of a tensor of shape .* that enters a layer"),
+        ("before", r"a hook, or retain_grad\(\), waits for the gradient of a tensor of shape .* that enters or leaves"),
         (
             "after",
             r"an input of the layer layers.\d was written to in place, by the layer or after it, which could not",
@@ -583,3 +595,60 @@ def test_no_layers_that_run_again_is_refused() -> None:
     model.gradient_checkpointing_disable()
     with pytest.raises(InputError, match="turn on activation checkpointing"):
         plan_for(model, batches("llama", 1)[0][0], hf_loss, accumulation=2)
+
+
+class Reentrant(Stack):
+    """The model's own checkpoint around each layer: what it runs in backward is no turn of a pass."""
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpoints:
+            return super().run(layer, x)
+        found: torch.Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        return found
+
+    checkpoints = False
+
+
+def test_layers_that_run_again_inside_of_backward_are_refused() -> None:
+    steps, make = vectors(2, steps=1), seeded(lambda: Reentrant([Layer(), Layer()]))
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+
+    def checkpointed() -> nn.Module:
+        model = make()
+        model.checkpoints = True  # type: ignore[assignment]
+        return model
+
+    with pytest.raises(InputError, match="runs again in backward inside of a pass, as under a reentrant checkpoint"):
+        in_passes(checkpointed, steps, plan, square_loss)
+
+
+def in_step(step_fn: Callable[[ElixirModule, ElixirOptimizer, dict[str, Any]], Any]) -> list[Any]:
+    """One pass of two micro-batches through a small stack."""
+    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
+    module = ElixirModule(make(), plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    return optimizer.accumulate(lambda model, batch: step_fn(model, optimizer, batch), steps[0])
+
+
+def test_a_backward_after_the_pass_is_refused() -> None:
+    losses = in_step(lambda model, optimizer, batch: square_loss(model, batch))
+    with pytest.raises(InputError, match=r"a backward after accumulate\(\) goes through layers"):
+        sum(losses).backward()
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        (lambda model, optimizer: model.gathered(model.module.last).__enter__(), r"gathered\(\) inside of accumulate"),
+        (lambda model, optimizer: optimizer.accumulate(square_loss, []), r"accumulate\(\) inside of accumulate"),
+        (lambda model, optimizer: model.eval(), r"train\(\) or eval\(\) was called on the layer layers.2"),
+    ],
+)
+def test_calls_that_a_pass_cannot_bear_are_refused(meddle: Any, message: str) -> None:
+    def step(model: ElixirModule, optimizer: ElixirOptimizer, batch: dict[str, Any]) -> None:
+        optimizer.backward(square_loss(model, batch))
+        meddle(model, optimizer)
+
+    with pytest.raises(InputError, match=message):
+        in_step(step)
