@@ -26,9 +26,9 @@ from elixir.access.functions import REPLACES_MEMORY
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
-from elixir.tracer.device.common.autograd_in_place import WRITES_IN_PLACE
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.autograd_in_place import WRITES_IN_PLACE
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
 from elixir.tracer.operation_kinds import PRODUCTS, operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, unknown_name
-from elixir.tracer.device.common.target import OptimizerKernel, Target
+from elixir.tracer.device.target import OptimizerKernel, Target
 from elixir.tracer.ledger import Ledger
 
 _COUNTER_BYTES = 4

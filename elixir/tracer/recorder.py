@@ -14,11 +14,10 @@ from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.compiled import FusedCosts
-from elixir.tracer.device.common.autocast import Autocast
-from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
-from elixir.tracer.device.common.target import Target
-from elixir.tracer.device.common.value_branches import asks_for_nan
+from elixir.tracer.device.autocast import Autocast
+from elixir.tracer.device.autograd_in_place import accumulates_in_place, asks_for_nan, writes_in_place
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
@@ -125,7 +124,7 @@ class Recorder(TorchDispatchMode):
             if op.lengths_in_tensors:
                 func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
                 op = traits(func)
-            adds = func is _ADD and accumulates_in_place(args, depth=2)
+            adds = func is _ADD and accumulates_in_place(args)
             if adds or (op.formula_may_write and self._formula_writes(func, args)):
                 moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
                 self._order.cost(passing(args[0], 3 * args[0].nbytes if adds else moved))
@@ -155,7 +154,7 @@ class Recorder(TorchDispatchMode):
         if value is not None:
             return value.item()
         record = self._ledger.find(tensor)
-        if record is not None and asks_for_nan(record.operator, depth=3):
+        if record is not None and asks_for_nan(record.operator):
             return False
         return unknown_number(tensor)
 
@@ -353,7 +352,7 @@ class Recorder(TorchDispatchMode):
         record = self._ledger.find(args[0])
         if record is None or record.node != current_node_number():
             return False
-        if not writes_in_place(func, record.operator, depth=3):
+        if not writes_in_place(func, record.operator):
             return False
         record.shadow = None
         return True

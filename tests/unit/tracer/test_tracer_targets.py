@@ -17,8 +17,8 @@ from elixir.hardware.profile import preset
 from elixir.step_trace import StepShape, StepTrace
 from elixir.tracer import operator_cache
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.target import Attention
 from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.target import Attention
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB
 from tests.common import inside
@@ -254,7 +254,7 @@ def test_default_optimizer_kernels() -> None:
 
 
 def test_the_engine_still_sums_in_place_what_nobody_else_holds() -> None:
-    from elixir.tracer.device.common.autograd_in_place import references_when_alone
+    from elixir.tracer.device.autograd_in_place import references_when_alone
 
     assert references_when_alone() > (0, 0), "no sum of gradients passed the probe"
 

@@ -24,7 +24,7 @@ from elixir.torch_private import (
     tree_leaves,
     tree_map,
 )
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.target import Target
 
 _KEY = dispatch_key("AutocastPrivateUse1")
 _SPARE_DEVICE = "privateuseone"
