@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         operation = outcome.operation
         if operation is not None:
             operation = self._cost(operation, arguments.storages, tensors)
-        self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
+        self._order.results.made(op, args, kwargs, tensors, operation)
         if real:
             return result
         if op.exchanges:
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
     def kernel(self, operation: Operation) -> None:
         """A kernel that a compiler makes of several operators has run."""
         self._order.cost(operation)
-        self._order.results.ran(operation, len(self._order.uses))
+        self._order.results.ran(operation)
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
         self._order.results.wrote(written)
         if any(record.shadow is not None for record in written):
             self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
-        result = self._operators.run_in_place(op, args, kwargs, arguments)
+        result = self._operators.call(op, args, kwargs, arguments)
         self._follow_new(result, op.func)
         if op.replaces_memory:
             self._order.moved(args[0])
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
             operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
             self._order.cost(operation)
-            self._order.results.made(op, args, kwargs, (), operation, len(self._order.uses))
+            self._order.results.made(op, args, kwargs, (), operation)
         return result
 
     def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:

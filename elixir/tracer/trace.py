@@ -42,7 +42,6 @@ from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.report import assemble
 from elixir.tracer.step_functions import NAMES_CUDA
-from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
@@ -136,8 +135,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 if not real.is_meta:
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
-        order = UseOrder(traced, ledger.log)
-        order.results = UnitResults({module: unit.name for module, unit in layers.items()}, ledger)
+        order = UseOrder(traced, ledger, {module: unit.name for module, unit in layers.items()})
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
