@@ -100,11 +100,6 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.log)
 
-    @property
-    def operators(self) -> int:
-        """How many operators have begun."""
-        return len(self.starts)
-
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if it is followed."""
         return self.at(tensor.untyped_storage()._cdata)

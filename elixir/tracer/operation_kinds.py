@@ -87,13 +87,9 @@ def _row_bytes(matrix: torch.Tensor) -> int:
     return max(strides, default=0) * matrix.itemsize if len(strides) > 1 else 0
 
 
-def passing(tensor: torch.Tensor, moved_bytes: int) -> Operation:
-    """An operator that only reads and writes, such as a sum in place."""
-    return _passing(tensor.dtype, moved_bytes)
-
-
 @lru_cache(maxsize=4096)
-def _passing(dtype: torch.dtype, moved_bytes: int) -> Operation:
+def passing(dtype: torch.dtype, moved_bytes: int) -> Operation:
+    """An operator that only reads and writes, such as a sum in place."""
     return Operation("elementwise", dtype_name(dtype), 0, moved_bytes)
 
 

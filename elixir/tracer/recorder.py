@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
             adds = func is _ADD and accumulates_in_place(args)
             if adds or (op.formula_may_write and self._formula_writes(func, args)):
                 moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
-                self._order.cost(passing(args[0], 3 * args[0].nbytes if adds else moved))
+                self._order.cost(passing(args[0].dtype, 3 * args[0].nbytes if adds else moved))
                 return args[0]
             if func is _READ_NUMBER:
                 return self._number(args[0])
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
+            operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0].dtype, moved)
             self._order.cost(operation)
             self._order.results.made(op, args, kwargs, (), operation)
         return result

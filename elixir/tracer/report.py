@@ -6,7 +6,7 @@ import itertools
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
     step: StepShape,
     hears_gradients: bool,
     assumptions: tuple[str, ...],
-    unverified: Mapping[str, Iterable[Any]],
+    uncounted: Collection[Any],
     started: float,
     **identity: str,
 ) -> StepTrace:
@@ -48,7 +48,7 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         hears_gradients: whether the device's memory has room again as soon as autograd has handed a gradient over, and
             it is known when that is.
         assumptions: of the numbers.
-        unverified: unconfirmed assumption of the numbers -> the operators for which it was taken.
+        uncounted: operators that allocate more than is counted (`Target.uncounted`).
         started: `time.perf_counter()` at the beginning of the trace.
         identity: what the trace is of: fields of `StepTrace` as they are.
     """
@@ -88,13 +88,13 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         operations=tuple(operations),
         accesses=accesses,
         curve=_samples(curve, order, begin, end, state_bytes),
-        operators=ledger.operators,
+        operators=len(ledger.starts),
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
             names[0] for p, names in traced.names.items() if p.requires_grad and p.grad is None and not step.forward
         ),
         unused_modules=_unused_modules(traced, order),
-        assumptions=assumptions + _unverified(unverified, alive, backward_bytes),
+        assumptions=assumptions + _uncounted(uncounted, alive, backward_bytes),
         trace_s=time.perf_counter() - started,
         step=step,
         transfers=_transfers(order, places) if step.generate is None else (),
@@ -215,17 +215,16 @@ def _unused_modules(traced: TracedModel, order: UseOrder) -> tuple[str, ...]:
     )
 
 
-def _unverified(
-    unverified: Mapping[str, Iterable[Any]], alive: list[StorageRecord], peak_bytes: int
-) -> tuple[str, ...]:
-    """One sentence for each thing that nothing has confirmed, with the share of the peak that it touches."""
-    found = []
-    for said, operators in unverified.items():
-        theirs = set(operators)
-        touched = sum(record.nbytes for record in alive if record.operator in theirs)
-        names = ", ".join(sorted(operator_name(operator) for operator in theirs))
-        found.append(f"{names}: {said}; they made {100 * touched / max(peak_bytes, 1):.1f} % of the peak")
-    return tuple(found)
+def _uncounted(operators: Collection[Any], alive: list[StorageRecord], peak_bytes: int) -> tuple[str, ...]:
+    """Says which operators may take more than is counted, if any, with the share of the peak that they made."""
+    if not operators:
+        return ()
+    made = sum(record.nbytes for record in alive if record.operator in operators)
+    names = ", ".join(sorted(map(operator_name, operators)))
+    return (
+        f"{names}: what these allocate beyond their results is not counted, as they are too large to be run for a "
+        f"number; they made {100 * made / max(peak_bytes, 1):.1f} % of the peak",
+    )
 
 
 def _samples(
@@ -270,6 +269,4 @@ def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
 
 def operator_name(operator: Any) -> str:
     """``aten.mm.default``; empty for what no operator made."""
-    if operator is None:
-        return ""
-    return str(operator)
+    return "" if operator is None else str(operator)

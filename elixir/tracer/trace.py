@@ -147,7 +147,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             compiled,
             recorder.kernel,
             {} if kinds is None else kinds,
-            target.cuda_capability,
+            target.capability,
             as_written=not generated_code,
         )
         recorder.fused_costs = code.fused_costs
@@ -184,7 +184,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 device=hardware.name,
                 dtype="as built" if dtype is None else dtype_name(dtype),
                 assumptions=_assumptions(traced, target, shadows, fused) + code.assumption,
-                unverified=target.unverified,
+                uncounted=target.uncounted,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
                 step=replace(

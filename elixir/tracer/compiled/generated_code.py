@@ -252,7 +252,7 @@ def _loaded(graph: Any, cost: Cost) -> Any:
         touched = {id(item): item for item in arguments if isinstance(item, torch.Tensor)}
         if touched:
             last = list(touched.values())[-1]
-            cost(passing(last, sum(_touched_bytes(item) for item in touched.values())))
+            cost(passing(last.dtype, sum(_touched_bytes(item) for item in touched.values())))
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")

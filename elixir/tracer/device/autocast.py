@@ -65,7 +65,7 @@ class Autocast:
     """
 
     def __init__(self, target: Target) -> None:
-        self._kind, self._capability = target.kind, target.cuda_capability
+        self._kind, self._capability = target.kind, target.capability
         self._libraries: list[torch.library.Library] = []
         self._cast_weights: dict[torch.Tensor, torch.Tensor] = {}
         self._nesting = _nesting()

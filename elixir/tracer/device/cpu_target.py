@@ -134,9 +134,6 @@ def _made_up(leaf: Any, generator: torch.Generator) -> Any:
     return made.uniform_(generator=generator) if leaf.is_floating_point() else made.zero_()
 
 
-_NOT_COUNTED = "what these allocate beyond their results is not counted, as they are too large to be run for a number"
-
-
 class CpuTarget(Target):
     """The CPU: every rule of it can be checked byte for byte against a real run."""
 
@@ -166,7 +163,7 @@ class CpuTarget(Target):
         if not is_plain(func, args):
             peak_bytes = peak_bytes_here(func, args, kwargs)
             if peak_bytes is None:
-                self.unverified.setdefault(_NOT_COUNTED, {})[func] = None
+                self.uncounted[func] = None
                 return super().transient_bytes(func, args, kwargs, outputs)
             return max(0, peak_bytes - sum(output.untyped_storage().nbytes() for output in outputs))
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:

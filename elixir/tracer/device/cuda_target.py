@@ -61,9 +61,7 @@ class CudaTarget(Target):
     """A CUDA device of a given compute capability, with PyTorch's default settings."""
 
     kind = "cuda"
-    native_dropout = True
-    fused_rms_norm = True
-    softmax_reads_half = True
+    capability: tuple[int, int]
     matrix_libraries = 2
     optimizer_kernel = "foreach"
     product_row_bytes = 16
@@ -72,7 +70,7 @@ class CudaTarget(Target):
 
     def __init__(self, hardware: HardwareProfile) -> None:
         super().__init__(hardware)
-        self.capability = self.cuda_capability = hardware.compute_capability or (8, 0)
+        self.capability = hardware.compute_capability or (8, 0)
 
     def round_bytes(self, nbytes: int) -> int:
         """Multiples of 512 bytes."""

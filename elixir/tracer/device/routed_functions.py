@@ -59,32 +59,36 @@ def routed(target: Target) -> Iterator[None]:
     quantised = torch.library.Library("bitsandbytes", "IMPL")
     try:
         for name, kernel in quantised_kernels().items():
-            _implement(quantised, name, kernel)
-        _implement(library, "scaled_dot_product_attention", _attention(target))
-        if target.native_dropout:
-            _implement(library, "dropout", _dropout)
-        for name, function in value_branches(target.kind).items():
-            _implement(library, name, function)
+            quantised.impl(name, kernel, "AutogradMeta", allow_override=True)
+        for name, function in functions_of(target).items():
+            library.impl(name, function, "AutogradMeta", allow_override=True)
         for name, kernel in KERNELS.items():
             library.impl(name, kernel, "Meta", allow_override=True)
-        _implement(library, "mish_backward", _mish_backward)
-        if target.fused_rms_norm and hasattr(aten, "_fused_rms_norm"):
-            _implement(library, "_fused_rms_norm", _fused_rms_norm)
-        if target.softmax_reads_half:
-            _implement(library, "softmax.int", _softmax(aten._softmax))
-            _implement(library, "log_softmax.int", _softmax(aten._log_softmax))
         yield
     finally:
         quantised._destroy()
         library._destroy()
 
 
-def _implement(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
-    library.impl(name, function, "AutogradMeta", allow_override=True)
+def functions_of(target: Target) -> dict[str, Callable[..., Any]]:
+    """Name in `aten` -> what the target runs for it, with its derivative."""
+    found: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attention(target),
+        "mish_backward": _mish_backward,
+        "cumprod": _cumprod,
+        "prod": _prod,
+        "prod.dim_int": _prod_dim,
+    }
+    if target.kind == "cpu":  # on CUDA their derivatives read no values
+        return found | {name: _extreme(getattr(aten, name).default) for name in ("max", "min", "median")}
+    found |= {"softmax.int": _softmax(aten._softmax), "log_softmax.int": _softmax(aten._log_softmax)}
+    if hasattr(aten, "_fused_rms_norm"):
+        found["_fused_rms_norm"] = _fused_rms_norm
+    return found | {"dropout": _dropout}
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Runs dropout as `at::dropout` does on a device with a fused kernel."""
+    """Runs dropout as `at::dropout` does on CUDA, whose kernel keeps a bool mask."""
     if p == 0 or not train or not input.numel():
         return input
     if p == 1:
@@ -103,6 +107,7 @@ def _mish_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tens
 def _fused_rms_norm(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm as the one kernel that it is on CUDA."""
     if is_recorded(input):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = tuple(range(-len(normalized_shape), 0))
@@ -220,15 +225,6 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
     length = bias.shape[-1]
     padding = _EFFICIENT_BIAS_ALIGNMENT - length % _EFFICIENT_BIAS_ALIGNMENT
     return F.pad(bias, (0, padding))[..., :length]
-
-
-def value_branches(kind: str) -> dict[str, Callable[..., Any]]:
-    """Name in `aten` -> what a device of a kind (``cuda`` or ``cpu``) does for it, with a derivative that reads no
-    values."""
-    found: dict[str, Callable[..., Any]] = {"cumprod": _cumprod, "prod": _prod, "prod.dim_int": _prod_dim}
-    if kind == "cpu":  # on CUDA the derivative reads no values
-        found |= {name: _extreme(getattr(aten, name).default) for name in ("max", "min", "median")}
-    return found
 
 
 class _WithFormula(torch.autograd.Function):

@@ -75,19 +75,13 @@ class Target(ABC):
     """The device that a trace pretends to run on; this base has the rules of every device.
 
     Args:
-        hardware: profile of the machine, of which kind and compute capability are used.
+        hardware: profile of the machine, of which the compute capability is used.
     """
 
     kind: Literal["cuda", "cpu"]
-    native_dropout = False
-    """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
-    fused_rms_norm = False
-    """Whether `rms_norm` is one kernel (True) or composed of others."""
-    softmax_reads_half = False
-    """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
     matrix_libraries = 0
     """How many libraries keep a workspace for matrix products."""
-    cuda_capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device."""
     optimizer_kernel: OptimizerKernel
     """How `torch.optim` runs by default."""
@@ -97,9 +91,8 @@ class Target(ABC):
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
-        self.name = hardware.name
-        self.unverified: dict[str, dict[Any, None]] = {}
-        """Unconfirmed assumption of a prediction -> the operators of the step for which it was taken."""
+        self.uncounted: dict[Any, None] = {}
+        """Operators of the step that allocate more than their results and than is known."""
 
     def round_bytes(self, nbytes: int) -> int:
         """Bytes that the allocator takes for a request of `nbytes`."""
