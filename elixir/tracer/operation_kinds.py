@@ -39,7 +39,6 @@ def operation_of(
     outputs: Sequence[torch.Tensor],
     *,
     flops: int,
-    moved_bytes: int,
     row_bytes: int = 1,
 ) -> Operation | None:
     """The work of one call; None where it only allocates.
@@ -49,14 +48,13 @@ def operation_of(
         inputs: its tensor arguments, in order.
         outputs: its results.
         flops: by PyTorch's formulas.
-        moved_bytes: of arguments and results.
         row_bytes: products whose rows start at multiples of it are as fast as any of their shape.
     """
     packet = func._overloadpacket
     tensors = outputs or inputs
     if packet in _ALLOCATIONS or not tensors:
         return None
-    dtype = dtype_name(tensors[0].dtype)
+    dtype, moved_bytes = dtype_name(tensors[0].dtype), sum(tensor.nbytes for tensor in (*inputs, *outputs))
     if not flops:
         return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
     if "attention" in packet.__name__:

@@ -268,7 +268,6 @@ class OperatorCache:
                 arguments.tensors,
                 tensors,
                 flops=count_flops(func, args, kwargs, result),
-                moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
                 row_bytes=self._target.product_row_bytes,
             ),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),

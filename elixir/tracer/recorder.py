@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         autocast, functions = Autocast(self._target), StepFunctions(self._target.kind, self.host)
         replaced = autocast.replaced() | {("torch.autograd", "_engine_run_backward"): functions.on_in_backward}
         if self._target.counts_host_tensors:
-            replaced["torch", "get_rng_state"] = self._counting_states
+            replaced["torch", "get_rng_state"] = self._counted_state
         self._around.callback(autocast.close)
         for context in (replaced_functions(replaced), unseen_by_modes(), functions):
             self._around.enter_context(context)
@@ -97,16 +97,12 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._around.__exit__(*error)
 
-    def _counting_states(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Counts states of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while
-        its region runs again."""
-
-        def state() -> torch.Tensor:
-            made = get_state()
-            self._ledger.add(made, "activations", self._order.module(), "generator state")
-            return made
-
-        return state
+    def _counted_state(self, get_state: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The state of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while its
+        region runs again."""
+        made = get_state()
+        self._ledger.add(made, "activations", self._order.module(), "generator state")
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
@@ -258,12 +254,12 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0].dtype, moved)
+            operation = self._product(op, args, kwargs) or passing(arguments.tensors[0].dtype, moved)
             self._order.cost(operation)
             self._order.results.made(op, args, kwargs, (), operation)
         return result
 
-    def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:
+    def _product(self, op: Traits, args: Any, kwargs: Any) -> Operation | None:
         """A matrix product that writes to ``out=``, with the memory and work of one that makes its result."""
         out = kwargs.get("out")
         plain = getattr(op.func._overloadpacket, "default", None) if isinstance(out, torch.Tensor) else None
@@ -274,8 +270,7 @@ class Recorder(TorchDispatchMode):
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
             self._ledger.touch(nbytes, self._order.module(), op.func)
         factors = [item for item in args if isinstance(item, torch.Tensor)]
-        row_bytes = self._target.product_row_bytes
-        return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes, row_bytes=row_bytes)
+        return operation_of(plain, factors, [out], flops=flops, row_bytes=self._target.product_row_bytes)
 
     def _follow_new(self, result: Any, func: Any) -> None:
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace, Transfer
+from elixir.tracer.device.target import OptimizerPhase
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta import TracedModel
-from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.use_order import UseOrder
 from elixir.units import dtype_name
 

@@ -35,10 +35,9 @@ from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
 from elixir.tracer.device.autograd_in_place import references_when_alone
 from elixir.tracer.device.routed_functions import routed
-from elixir.tracer.device.target import OptimizerKernel, Target
+from elixir.tracer.device.target import OptimizerKernel, Target, run_optimizer
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta import TracedModel, meta_input, on_meta
-from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.report import assemble
 from elixir.tracer.step_functions import NAMES_CUDA
