@@ -14,12 +14,10 @@ the same to the byte, because an operator is remembered only under three conditi
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.access.functions import REPLACES_MEMORY
 from elixir.errors import TraceError
@@ -68,30 +66,6 @@ _QUICK_VIEWS: dict[Any, Callable[..., Any]] = {
 }
 """The most frequent views, which are half of all operators -> the method that calls the same operator in half the time,
 as its arguments are parsed by generated code and not by the schema."""
-
-_COUNTS_AS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-"""Operators without a formula of PyTorch's -> those with the same products."""
-
-_SHARES_HEADS = frozenset(
-    getattr(aten, f"_scaled_dot_product_{kernel}_attention{direction}")
-    for kernel, direction in itertools.product(("efficient", "flash", "cudnn"), ("", "_backward"))
-) | frozenset(_COUNTS_AS)
-"""Attention kernels that take keys and values which heads share; the query, after the gradient in backward, comes
-before them."""
-
-
-def _formulas_take_groups() -> bool:
-    """Whether this PyTorch counts attention whose heads share keys and values; 2.11 refuses to."""
-    try:
-        return bool(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1)))
-    except AssertionError:
-        return False
-
-
-_FORMULAS_TAKE_GROUPS = _formulas_take_groups()
 
 
 class Traits:
@@ -152,8 +126,6 @@ def traits(func: Any) -> Traits:
 
 _STRIDED = torch.strided
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
-
-
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
 
@@ -263,13 +235,7 @@ class OperatorCache:
                     "an embedding takes sparse=False"
                 )
         outcome = Outcome(
-            operation=operation_of(
-                func,
-                arguments.tensors,
-                tensors,
-                flops=count_flops(func, args, kwargs, result),
-                row_bytes=self._target.product_row_bytes,
-            ),
+            operation=operation_of(func, args, kwargs, result, self._target.product_row_bytes),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
             container=type(result),
             outputs=[self._spec(item) for item in outputs],
@@ -333,47 +299,6 @@ def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
             f"{user_location()}: {func} gets {' and '.join(map(str, dtypes))}, and no device multiplies mixed dtypes; "
             "cast one of them, or trace the whole model in one dtype"
         )
-
-
-def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none.
-
-    Causal attention counts the scores that a query may see, about half: its kernels skip the blocks above the diagonal
-    (`num_keys` in `FlashAttentionKernel.cpp` and `kernel_forward.h`, `n_block_max` of flash). A causal mask that comes
-    as a tensor counts in full, as kernels do not look into it.
-    """
-    packet = func._overloadpacket
-    formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
-    if formula is None:
-        return 0
-    if packet not in _SHARES_HEADS:
-        return int(formula(*args, **kwargs, out_val=result))
-    query_at = int(packet.__name__.endswith("backward"))
-    queries, keys = args[query_at].shape[-2], args[query_at + 1].shape[-2]
-    if not _FORMULAS_TAKE_GROUPS:
-        args = _ungrouped(args, query_at)
-    flops = int(formula(*args, **kwargs, out_val=result))
-    return flops * causal_scores(queries, keys) // (queries * keys) if _is_causal(func, args, kwargs) else flops
-
-
-def causal_scores(queries: int, keys: int) -> int:
-    """The number of scores of one head if query i sees keys 0 to i."""
-    seeing_fewer = min(queries, keys)
-    return seeing_fewer * (seeing_fewer + 1) // 2 + (queries - seeing_fewer) * keys
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """The argument `is_causal` of a call of attention, False by default."""
-    at = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
-    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
-
-
-def _ungrouped(args: Any, query_at: int) -> tuple[Any, ...]:
-    """Arguments of attention in which every head of the query has keys and values: the same products, so the same
-    count."""
-    query, *shared = args[query_at : query_at + 3]
-    each = [torch.empty(item.shape[:1] + query.shape[1:2] + item.shape[2:], device=_META) for item in shared]
-    return (*args[: query_at + 1], *each, *args[query_at + 3 :])
 
 
 def _outputs(result: Any) -> list[Any]:

@@ -21,16 +21,7 @@ from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
-from elixir.tracer.operator_cache import (
-    KNOWN_TRAITS,
-    Arguments,
-    OperatorCache,
-    Outcome,
-    Traits,
-    count_flops,
-    remade,
-    traits,
-)
+from elixir.tracer.operator_cache import KNOWN_TRAITS, Arguments, OperatorCache, Outcome, Traits, remade, traits
 from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
@@ -264,13 +255,14 @@ class Recorder(TorchDispatchMode):
         out = kwargs.get("out")
         plain = getattr(op.func._overloadpacket, "default", None) if isinstance(out, torch.Tensor) else None
         others = {name: value for name, value in kwargs.items() if name != "out"}
-        flops = 0 if plain is None else count_flops(plain, args, others, out)
-        if not flops:
+        if plain is None:
+            return None
+        operation = operation_of(plain, args, others, out, self._target.product_row_bytes)
+        if operation is None or not operation.flops:
             return None
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
             self._ledger.touch(nbytes, self._order.module(), op.func)
-        factors = [item for item in args if isinstance(item, torch.Tensor)]
-        return operation_of(plain, factors, [out], flops=flops, row_bytes=self._target.product_row_bytes)
+        return operation
 
     def _follow_new(self, result: Any, func: Any) -> None:
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""

@@ -87,7 +87,9 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
         accesses=accesses,
-        curve=_samples(curve, order, begin, end, state_bytes),
+        curve=_samples(
+            curve, ledger.starts, order, (begin - 1, end), state_bytes
+        ),  # the log begins with the parameters
         operators=len(ledger.starts),
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
@@ -228,16 +230,17 @@ def _uncounted(operators: Collection[Any], alive: list[StorageRecord], peak_byte
 
 
 def _samples(
-    curve: Curve, order: UseOrder, step_begin: int, step_end: int, state_bytes: int
+    curve: Curve, starts: list[int], order: UseOrder, span: tuple[int, int], state_bytes: int
 ) -> tuple[CurveSample, ...]:
-    """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
-    total = curve.total
+    """The curve of a step, thinned to the highest moment of each stretch; a steady step has its states from the start.
+
+    Entries before the `span` of `step_fn` only list resting memory; those after it are the optimizer's.
+    """
+    total, (begin, end) = curve.total, span
     entries = len(total)
-    begin = max(step_begin - 1, 0)  # earlier entries only list resting memory
-    end = min(step_end, entries)
     thinned = np.linspace(begin, end, min(end - begin, MAX_STEP_SAMPLES) + 1).astype(np.int64)
     bounds = np.union1d(thinned, np.arange(end, entries + 1))
-    operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
+    operators = np.searchsorted(starts, np.arange(entries), side="right") - 1
     highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
     taken = []
@@ -245,7 +248,7 @@ def _samples(
     for at, use, live, host in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), hosts, strict=True):
         by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
         phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
-        if at >= step_end:
+        if at >= end:
             phase = "optimizer"
         elif phase == "forward" and at >= order.backward_position:
             phase = "backward"  # the gradient of the loss, before any weight is read

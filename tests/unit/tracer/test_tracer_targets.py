@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepShape, StepTrace
-from elixir.tracer import operator_cache
+from elixir.tracer import operation_kinds
 from elixir.tracer.device import target_for
 from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.device.target import Attention
@@ -329,7 +329,7 @@ def test_causal_attention_counts_the_scores_that_a_query_sees(kernel: str) -> No
     # An efficient or cuDNN kernel takes a mask, and is asked whether to keep what backward needs.
     rest = (None, True) if kernel in ("cudnn", "efficient") else ()
     counted = [
-        operator_cache.count_flops(func, (query, key, key, *rest, 0.0, causal), {}, (torch.empty_like(query),))
+        operation_kinds.count_flops(func, (query, key, key, *rest, 0.0, causal), {}, (torch.empty_like(query),))
         for causal in (False, True)
     ]
     assert counted == [4 * 2 * 4 * 8 * 6 * 4, 4 * 2 * 4 * 8 * (1 + 2 + 3 + 4 + 4 + 4)]
