@@ -112,12 +112,12 @@ class StepFunctions(TorchFunctionMode):
             return self._host.back(
                 tensor, rest or ([torch.device("meta")] if func is torch.Tensor.cuda else []), kwargs
             )
-        if func is not torch.Tensor.cuda and not any(_is_cuda(each) for each in (*rest, *kwargs.values())):
-            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:  # a machine without a device refuses in other words
-            raise NotImplementedError(NAMES_CUDA) from error
+            if func is torch.Tensor.cuda or any(map(_is_cuda, (*rest, *kwargs.values()))):
+                raise NotImplementedError(NAMES_CUDA) from error
+            raise
 
     def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An optimizer of the user's that the step calls finds no gradients, and neither steps nor clears any: a trace

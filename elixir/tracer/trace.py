@@ -329,11 +329,8 @@ def _explained(error: Exception) -> TraceError:
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
 
 
-@contextlib.contextmanager
-def _compiled_regions_run_eagerly() -> Iterator[None]:
+def _compiled_regions_run_eagerly() -> contextlib.AbstractContextManager[Any]:
     """Runs compiled regions uncompiled: compiled code cannot run on meta, and its fusions are not known here."""
     if "torch._dynamo" not in sys.modules:  # without this import nothing is compiled, and it takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
