@@ -29,7 +29,7 @@ from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.common.target import OptimizerKernel
+from elixir.tracer.device.target import OptimizerKernel
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
 from elixir.units import dtype_name

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from elixir.cli import main as elixir
-from elixir.tracer.device.cpu import kernel_memory
+from elixir.tracer.device import cpu_target
 
 GOLDEN = Path(__file__).parent.parent / "benchmark" / "results" / "golden_plans.json"
 
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases that contain this text")
     args = parser.parse_args()
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    kernel_memory.MAX_RUN_FLOPS = 0.0  # what kernels allocate differs between processors
+    cpu_target.MAX_RUN_FLOPS = 0.0  # what kernels allocate differs between processors
     found = {case: outcome(case) for case in CASES if args.only in case}
     if args.write:
         GOLDEN.write_text(json.dumps({**golden, **found} if args.only else found, indent=1) + "\n")

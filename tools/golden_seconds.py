@@ -32,7 +32,7 @@ from elixir.search import searches
 from elixir.search.planner import plan_or_shortage
 from elixir.search.question import Question
 from elixir.search.simulator.simulation import simulate_step
-from elixir.tracer.device.cpu import kernel_memory
+from elixir.tracer.device import cpu_target
 from tools.golden_plans import CASES
 
 RECORDED = Path(__file__).parent.parent / "benchmark" / "results" / "golden_seconds.json"
@@ -60,7 +60,7 @@ def question(case: str) -> Question:
         raise _Asked
 
     # What kernels allocate differs between processors.
-    unasked = patch.object(kernel_memory, "MAX_RUN_FLOPS", 0.0)
+    unasked = patch.object(cpu_target, "MAX_RUN_FLOPS", 0.0)
     with unasked, patch.object(searches, "plan_or_shortage", ask):
         quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
         with quiet[0], quiet[1], contextlib.suppress(_Asked, SystemExit):  # the command ends with any error

@@ -13,7 +13,7 @@ import torch
 import torch.autograd.graph
 
 from elixir.torch_private import DisableTorchDispatch, parsed_to, swap_tensors, tree_leaves
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.target import Target
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operator_cache import Arguments, Traits
 from elixir.tracer.use_order import UseOrder

@@ -65,8 +65,6 @@ class Curve:
 
     by_kind: Int64Array
     """(len(KINDS), entries)"""
-    starts: Int64Array
-    """Log position at which each operator begins."""
     host: Int64Array
     """Bytes in host memory that the step has moved there, (entries,)."""
 
@@ -99,11 +97,6 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self.log)
-
-    @property
-    def operators(self) -> int:
-        """How many operators have begun."""
-        return len(self.starts)
 
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if it is followed."""
@@ -174,7 +167,7 @@ class Ledger:
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
         by_kind[kinds[index], np.arange(len(log))] = np.where(on_host, 0, delta)
         np.cumsum(by_kind, axis=1, out=by_kind)
-        return Curve(by_kind, np.asarray(self.starts, dtype=np.int64), np.cumsum(np.where(on_host, delta, 0)))
+        return Curve(by_kind, np.cumsum(np.where(on_host, delta, 0)))
 
     def host_peak_bytes(self) -> int:
         """The most that PyTorch's allocators take of the host. Pinned memory is never given back, and serves later

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from elixir.access.interception import Interception, TrackedParameter
+from elixir.access.interception import TrackedParameter
 from elixir.errors import InputError, InputTypeError, TraceError
 from elixir.models.buffer_place import buffer_places
 from elixir.models.casting import cast_dtype, casts_buffers
@@ -93,7 +93,6 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[TracedModel
     restoring: list[Callable[[], object]] = [partial(_back, swap, modules) for swap in swaps.values()]
     restoring += [partial(_replace_in_scripts, held)]
     restoring += [partial(at.__setitem__, name, value) for at, name, value in computed]
-    restoring += [_without_hooks_of_plans(modules)]
     try:
         for swap in swaps.values():
             swap.to_meta()
@@ -202,35 +201,6 @@ def _replace_in_scripts(held: list[tuple[torch.jit.ScriptModule, list[tuple[str,
     for module, tensors in held:
         for name, tensor in tensors:
             module._c.setattr(name, tensor)
-
-
-def _without_hooks_of_plans(modules: dict[nn.Module, str]) -> Callable[[], None]:
-    """Takes hooks away that a plan has attached to modules without weights, which may be part of several models.
-
-    A model that runs under a plan is known by its weights, and refused.
-
-    Returns:
-        What puts them back.
-    """
-    changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            kept = {key: hook for key, hook in hooks.items() if not isinstance(_owner(hook), Interception)}
-            if len(kept) < len(hooks):
-                changed.append((hooks, dict(hooks)))
-                hooks.clear()
-                hooks.update(kept)
-
-    def put_back() -> None:
-        for hooks, before in changed:
-            hooks.clear()
-            hooks.update(before)
-
-    return put_back
-
-
-def _owner(hook: Any) -> Any:
-    return getattr(hook, "__self__", None)
 
 
 def meta_input(inp: Any, dtype: torch.dtype | None) -> tuple[Any, Pairs]:

@@ -1,14 +1,16 @@
-"""The bound of an operator, by its name and its shapes."""
+"""The work of an operator: FLOPs, bytes, and what bounds it, by its name and its shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.step_trace import Operation, OperatorKind
+from elixir.torch_private import tree_leaves
 from elixir.units import dtype_name
 
 aten = torch.ops.aten
@@ -32,31 +34,47 @@ _REDUCTIONS = (
     "logsumexp", "topk", "sort", "loss",
 )  # fmt: skip
 
+_COUNTS_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Operators without a formula of PyTorch's -> those with the same products."""
 
-def operation_of(
-    func: Any,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    *,
-    flops: int,
-    moved_bytes: int,
-    row_bytes: int = 1,
-) -> Operation | None:
+_SHARES_HEADS = frozenset(
+    getattr(aten, f"_scaled_dot_product_{kernel}_attention{direction}")
+    for kernel, direction in itertools.product(("efficient", "flash", "cudnn"), ("", "_backward"))
+) | frozenset(_COUNTS_AS)
+"""Attention kernels that take keys and values which heads share; the query, after the gradient in backward, comes
+before them."""
+
+
+def _formulas_take_groups() -> bool:
+    """Whether this PyTorch counts attention whose heads share keys and values; 2.11 refuses to."""
+    try:
+        return bool(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1)))
+    except AssertionError:
+        return False
+
+
+_FORMULAS_TAKE_GROUPS = _formulas_take_groups()
+
+
+def operation_of(func: Any, args: Any, kwargs: Any, result: Any, row_bytes: int) -> Operation | None:
     """The work of one call; None where it only allocates.
 
     Args:
         func: the operator.
-        inputs: its tensor arguments, in order.
-        outputs: its results.
-        flops: by PyTorch's formulas.
-        moved_bytes: of arguments and results.
+        args, kwargs: its arguments.
+        result: what it gave.
         row_bytes: products whose rows start at multiples of it are as fast as any of their shape.
     """
     packet = func._overloadpacket
+    inputs, outputs = _tensors_of((args, kwargs)), _tensors_of(result)
     tensors = outputs or inputs
     if packet in _ALLOCATIONS or not tensors:
         return None
-    dtype = dtype_name(tensors[0].dtype)
+    dtype, moved_bytes = dtype_name(tensors[0].dtype), sum(tensor.nbytes for tensor in (*inputs, *outputs))
+    flops = count_flops(func, args, kwargs, result)
     if not flops:
         return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
     if "attention" in packet.__name__:
@@ -69,6 +87,10 @@ def operation_of(
         return Operation("unaligned", dtype, flops, moved_bytes)
     rows, inner = inputs[at].shape[-2:]
     return Operation(product_class(int(rows), int(inner), int(tensors[0].shape[-1])), dtype, flops, moved_bytes)
+
+
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
 def product_class(rows: int, inner: int, columns: int) -> OperatorKind:
@@ -87,13 +109,50 @@ def _row_bytes(matrix: torch.Tensor) -> int:
     return max(strides, default=0) * matrix.itemsize if len(strides) > 1 else 0
 
 
-def passing(tensor: torch.Tensor, moved_bytes: int) -> Operation:
-    """An operator that only reads and writes, such as a sum in place."""
-    return _passing(tensor.dtype, moved_bytes)
+def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none.
+
+    Causal attention counts the scores that a query may see, about half: its kernels skip the blocks above the diagonal
+    (`num_keys` in `FlashAttentionKernel.cpp` and `kernel_forward.h`, `n_block_max` of flash). A causal mask that comes
+    as a tensor counts in full, as kernels do not look into it.
+    """
+    packet = func._overloadpacket
+    formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
+    if formula is None:
+        return 0
+    if packet not in _SHARES_HEADS:
+        return int(formula(*args, **kwargs, out_val=result))
+    query_at = int(packet.__name__.endswith("backward"))
+    queries, keys = args[query_at].shape[-2], args[query_at + 1].shape[-2]
+    if not _FORMULAS_TAKE_GROUPS:
+        args = _ungrouped(args, query_at)
+    flops = int(formula(*args, **kwargs, out_val=result))
+    return flops * causal_scores(queries, keys) // (queries * keys) if _is_causal(func, args, kwargs) else flops
+
+
+def causal_scores(queries: int, keys: int) -> int:
+    """The number of scores of one head if query i sees keys 0 to i."""
+    seeing_fewer = min(queries, keys)
+    return seeing_fewer * (seeing_fewer + 1) // 2 + (queries - seeing_fewer) * keys
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """The argument `is_causal` of a call of attention, False by default."""
+    at = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
+    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+
+
+def _ungrouped(args: Any, query_at: int) -> tuple[Any, ...]:
+    """Arguments of attention in which every head of the query has keys and values: the same products, so the same
+    count."""
+    query, *shared = args[query_at : query_at + 3]
+    each = [torch.empty(item.shape[:1] + query.shape[1:2] + item.shape[2:], device="meta") for item in shared]
+    return (*args[: query_at + 1], *each, *args[query_at + 3 :])
 
 
 @lru_cache(maxsize=4096)
-def _passing(dtype: torch.dtype, moved_bytes: int) -> Operation:
+def passing(dtype: torch.dtype, moved_bytes: int) -> Operation:
+    """An operator that only reads and writes, such as a sum in place."""
     return Operation("elementwise", dtype_name(dtype), 0, moved_bytes)
 
 

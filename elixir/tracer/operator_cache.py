@@ -4,31 +4,28 @@ A large model dispatches the same few operators on the same few shapes over and 
 signatures in tens of thousands of dispatches), and PyTorch's meta kernels are slow. With the cache off the result is
 the same to the byte, because an operator is remembered only under three conditions:
 
-* Its schema says that all it returns is tensors, either new ones or the first argument that it writes to, or lengths
-  next to new ones, and that neither shapes nor results follow from data. In-place operators that change sizes or
-  strides are out.
+* Its schema says that all it returns is new tensors, or lengths next to them, and that neither shapes nor results
+  follow from data. In-place operators, of which few steps have many, are out.
 * Its arguments are ordinary dense meta tensors, numbers, dtypes and the like. Their types, shapes and strides, the
   numbers and the default dtype are all that shape propagation depends on.
-* The first run has confirmed it: every result has a storage that `empty_strided` would make, and an in-place operator
-  has left its argument's sizes, strides and storage alone.
+* The first run has confirmed it: every result has a storage that `empty_strided` would make.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from elixir.access.functions import REPLACES_MEMORY
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch
-from elixir.tracer.device.common.autograd_in_place import WRITES_IN_PLACE
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.autograd_in_place import WRITES_IN_PLACE
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
 from elixir.tracer.operation_kinds import PRODUCTS, operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
@@ -70,30 +67,6 @@ _QUICK_VIEWS: dict[Any, Callable[..., Any]] = {
 """The most frequent views, which are half of all operators -> the method that calls the same operator in half the time,
 as its arguments are parsed by generated code and not by the schema."""
 
-_COUNTS_AS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-"""Operators without a formula of PyTorch's -> those with the same products."""
-
-_SHARES_HEADS = frozenset(
-    getattr(aten, f"_scaled_dot_product_{kernel}_attention{direction}")
-    for kernel, direction in itertools.product(("efficient", "flash", "cudnn"), ("", "_backward"))
-) | frozenset(_COUNTS_AS)
-"""Attention kernels that take keys and values which heads share; the query, after the gradient in backward, comes
-before them."""
-
-
-def _formulas_take_groups() -> bool:
-    """Whether this PyTorch counts attention whose heads share keys and values; 2.11 refuses to."""
-    try:
-        return bool(sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1)))
-    except AssertionError:
-        return False
-
-
-_FORMULAS_TAKE_GROUPS = _formulas_take_groups()
-
 
 class Traits:
     """Facts that never change about an operator, looked up once per dispatch."""
@@ -119,9 +92,6 @@ class Traits:
         followed = func.namespace in _NAMESPACES and _VALUE_TAGS.isdisjoint(func.tags)
         self.makes_tensors = followed and not aliased and _returns_tensors(schema)
         """By its schema, all it does is to return new tensors, whose shapes do not follow from data."""
-        in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
-        self.rewrites_first = followed and in_place and [position for position, _ in self.written] == [0]
-        """All it does is to change the values of its first argument, and to return that or nothing."""
         self.replaces_memory = schema.name == f"aten::{REPLACES_MEMORY}"
         self.matrix_product = func._overloadpacket in PRODUCTS  # for which matrix libraries keep a workspace
         self.one_dtype = self.matrix_product or func is aten.convolution.default
@@ -156,20 +126,13 @@ def traits(func: Any) -> Traits:
 
 _STRIDED = torch.strided
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
-
-
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-_PLAIN_TENSORS: dict[type, bool] = {torch.Tensor: True}
-"""Class of tensors met so far -> whether they do below autograd what `torch.Tensor` does."""
 
 
+@functools.cache
 def _is_plain(kind: type) -> bool:
     """Whether tensors of a class do below autograd what `torch.Tensor` does."""
-    known = _PLAIN_TENSORS.get(kind)
-    if known is None:
-        dispatch = getattr(kind, "__torch_dispatch__", None)
-        known = _PLAIN_TENSORS[kind] = dispatch is TopDispatch
-    return known
+    return kind is torch.Tensor or getattr(kind, "__torch_dispatch__", None) is TopDispatch
 
 
 class Arguments:
@@ -184,13 +147,9 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.storages: list[int] = []
         self.all_meta = True
-        parts: list[Any] = []
-        cacheable = self._scan(args, parts)
-        if kwargs:
-            for name in kwargs:
-                parts.append(name)
-                cacheable = self._scan((kwargs[name],), parts) and cacheable
-        self.key: tuple[Any, ...] | None = tuple(parts) if cacheable and self.all_meta else None
+        parts: list[Any] = [len(args)]
+        cacheable = self._scan((*args, *kwargs, *kwargs.values()) if kwargs else args, parts)
+        self.key: tuple[Any, ...] | None = tuple(parts) if cacheable else None
 
     def _scan(self, items: Any, parts: list[Any]) -> bool:
         """Whether the parts stand for all of the items. Runs for every operator that makes something: no calls that
@@ -200,8 +159,11 @@ class Arguments:
         """
         cacheable, tensors, storages = True, self.tensors, self.storages
         for item in items:
-            kind = type(item)
-            if kind in _PLAIN_TENSORS or isinstance(item, torch.Tensor):
+            kind: Any = type(item)
+            if kind in _ATOMS:
+                # 1, 1.0 and True are equal as keys, and mean different result types
+                parts += (kind, item)
+            elif isinstance(item, torch.Tensor):
                 tensors.append(item)
                 try:  # as `storage_of`
                     storages.append(item.untyped_storage()._cdata)
@@ -211,15 +173,12 @@ class Arguments:
                     self.all_meta = False
                     cacheable = False
                     continue
-                dtype, plain = item.dtype, kind is torch.Tensor or _is_plain(kind)
+                dtype = item.dtype
                 # Only complex tensors, and parts of them, can be views that conjugate or negate what they show.
-                if item.layout is not _STRIDED or dtype in _COMPLEX or item.is_neg() or not plain:
+                if item.layout is not _STRIDED or dtype in _COMPLEX or item.is_neg() or not _is_plain(kind):
                     cacheable = False
                     continue
                 parts += (item.shape, item.stride(), dtype)
-            elif kind in _ATOMS:
-                # 1, 1.0 and True are equal as keys, and mean different result types
-                parts += (kind, item)
             elif isinstance(item, (list, tuple)):
                 parts.append(len(item))
                 cacheable = self._scan(item, parts) and cacheable
@@ -257,7 +216,6 @@ class OperatorCache:
         self._target = target
         self._enabled = enabled
         self._seen: dict[Any, Outcome] = {}
-        self._fits: set[Any] = set()
 
     def run(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> tuple[Any, list[Any], Outcome]:
         """`(result, its tensors, outcome)` of an operator that makes something; `recall` has it from then on if it can
@@ -265,7 +223,7 @@ class OperatorCache:
         func = op.func
         if op.one_dtype and arguments.all_meta:
             _check_one_dtype(func, arguments.tensors)
-        result = self._call(op, args, kwargs, arguments)
+        result = self.call(op, args, kwargs, arguments)
         if arguments.all_meta:
             result = self._target.results(func, args, result)
         outputs = _outputs(result)
@@ -277,14 +235,7 @@ class OperatorCache:
                     "an embedding takes sparse=False"
                 )
         outcome = Outcome(
-            operation=operation_of(
-                func,
-                arguments.tensors,
-                tensors,
-                flops=count_flops(func, args, kwargs, result),
-                moved_bytes=sum(t.nbytes for t in arguments.tensors) + sum(t.nbytes for t in tensors),
-                row_bytes=self._target.product_row_bytes,
-            ),
+            operation=operation_of(func, args, kwargs, result, self._target.product_row_bytes),
             transient_bytes=self._target.transient_bytes(func, args, kwargs, tensors),
             container=type(result),
             outputs=[self._spec(item) for item in outputs],
@@ -304,26 +255,13 @@ class OperatorCache:
         held_bytes = self._target.round_bytes(item.untyped_storage().nbytes())
         return item.size(), item.stride(), item.dtype, held_bytes
 
-    def run_in_place(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
-        """The result of an operator that mutates: on meta it writes nothing, once its arguments are known to fit."""
-        key = self._key(op, arguments) if op.rewrites_first else None
-        if key is None:
-            return self._call(op, args, kwargs, arguments)
-        if key in self._fits:
-            return args[0] if op.func._schema.returns else None
-        first = args[0]
-        before = _memory_of(first)
-        result = self._call(op, args, kwargs, arguments)
-        if result is (first if op.func._schema.returns else None) and _memory_of(first) == before:
-            self._fits.add(key)
-        return result
-
     def _key(self, op: Traits, arguments: Arguments) -> Any:
         if not self._enabled or arguments.key is None:
             return None
         return op, torch.get_default_dtype(), arguments.key
 
-    def _call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+    def call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
+        """The result of an operator that runs anew, such as one that writes to an argument."""
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
@@ -363,47 +301,6 @@ def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
         )
 
 
-def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none.
-
-    Causal attention counts the scores that a query may see, about half: its kernels skip the blocks above the diagonal
-    (`num_keys` in `FlashAttentionKernel.cpp` and `kernel_forward.h`, `n_block_max` of flash). A causal mask that comes
-    as a tensor counts in full, as kernels do not look into it.
-    """
-    packet = func._overloadpacket
-    formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
-    if formula is None:
-        return 0
-    if packet not in _SHARES_HEADS:
-        return int(formula(*args, **kwargs, out_val=result))
-    query_at = int(packet.__name__.endswith("backward"))
-    queries, keys = args[query_at].shape[-2], args[query_at + 1].shape[-2]
-    if not _FORMULAS_TAKE_GROUPS:
-        args = _ungrouped(args, query_at)
-    flops = int(formula(*args, **kwargs, out_val=result))
-    return flops * causal_scores(queries, keys) // (queries * keys) if _is_causal(func, args, kwargs) else flops
-
-
-def causal_scores(queries: int, keys: int) -> int:
-    """The number of scores of one head if query i sees keys 0 to i."""
-    seeing_fewer = min(queries, keys)
-    return seeing_fewer * (seeing_fewer + 1) // 2 + (queries - seeing_fewer) * keys
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """The argument `is_causal` of a call of attention, False by default."""
-    at = next(at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal")
-    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
-
-
-def _ungrouped(args: Any, query_at: int) -> tuple[Any, ...]:
-    """Arguments of attention in which every head of the query has keys and values: the same products, so the same
-    count."""
-    query, *shared = args[query_at : query_at + 3]
-    each = [torch.empty(item.shape[:1] + query.shape[1:2] + item.shape[2:], device=_META) for item in shared]
-    return (*args[: query_at + 1], *each, *args[query_at + 3 :])
-
-
 def _outputs(result: Any) -> list[Any]:
     if isinstance(result, torch.Tensor):
         return [result]
@@ -424,11 +321,3 @@ def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:
             return False
         seen.add(storage._cdata)
     return True
-
-
-def _memory_of(item: Any) -> Any:
-    """The memory and layout of a tensor, or of each of a list: all that an operator could change but values."""
-    if isinstance(item, (list, tuple)):
-        return [_memory_of(tensor) for tensor in item]
-    storage = item.untyped_storage()
-    return storage._cdata, storage.nbytes(), item.dtype, item.size(), item.stride(), item.storage_offset()

@@ -14,24 +14,14 @@ from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import DisableTorchFunction, TorchDispatchMode, tree_leaves, tree_map
 from elixir.tracer.compiled import FusedCosts
-from elixir.tracer.device.common.autocast import Autocast
-from elixir.tracer.device.common.autograd_in_place import accumulates_in_place, writes_in_place
-from elixir.tracer.device.common.target import Target
-from elixir.tracer.device.common.value_branches import asks_for_nan
+from elixir.tracer.device.autocast import Autocast
+from elixir.tracer.device.autograd_in_place import accumulates_in_place, asks_for_nan, writes_in_place
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
+from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
-from elixir.tracer.operator_cache import (
-    KNOWN_TRAITS,
-    Arguments,
-    OperatorCache,
-    Outcome,
-    Traits,
-    count_flops,
-    remade,
-    traits,
-)
+from elixir.tracer.operator_cache import KNOWN_TRAITS, Arguments, OperatorCache, Outcome, Traits, remade, traits
 from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
@@ -87,7 +77,7 @@ class Recorder(TorchDispatchMode):
         autocast, functions = Autocast(self._target), StepFunctions(self._target.kind, self.host)
         replaced = autocast.replaced() | {("torch.autograd", "_engine_run_backward"): functions.on_in_backward}
         if self._target.counts_host_tensors:
-            replaced["torch", "get_rng_state"] = self._counting_states
+            replaced["torch", "get_rng_state"] = self._counted_state
         self._around.callback(autocast.close)
         for context in (replaced_functions(replaced), unseen_by_modes(), functions):
             self._around.enter_context(context)
@@ -98,16 +88,12 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._around.__exit__(*error)
 
-    def _counting_states(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Counts states of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while
-        its region runs again."""
-
-        def state() -> torch.Tensor:
-            made = get_state()
-            self._ledger.add(made, "activations", self._order.module(), "generator state")
-            return made
-
-        return state
+    def _counted_state(self, get_state: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The state of the host's generator, which no dispatch shows: a checkpoint keeps one, and another one while its
+        region runs again."""
+        made = get_state()
+        self._ledger.add(made, "activations", self._order.module(), "generator state")
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In backward the mode of functions is on, and would see every call here.
@@ -125,10 +111,10 @@ class Recorder(TorchDispatchMode):
             if op.lengths_in_tensors:
                 func, args = self._lengths_as_numbers(*LENGTHS_IN_TENSORS[func], args)
                 op = traits(func)
-            adds = func is _ADD and accumulates_in_place(args, depth=2)
+            adds = func is _ADD and accumulates_in_place(args)
             if adds or (op.formula_may_write and self._formula_writes(func, args)):
                 moved = sum(item.nbytes for item in args if isinstance(item, torch.Tensor))
-                self._order.cost(passing(args[0], 3 * args[0].nbytes if adds else moved))
+                self._order.cost(passing(args[0].dtype, 3 * args[0].nbytes if adds else moved))
                 return args[0]
             if func is _READ_NUMBER:
                 return self._number(args[0])
@@ -155,7 +141,7 @@ class Recorder(TorchDispatchMode):
         if value is not None:
             return value.item()
         record = self._ledger.find(tensor)
-        if record is not None and asks_for_nan(record.operator, depth=3):
+        if record is not None and asks_for_nan(record.operator):
             return False
         return unknown_number(tensor)
 
@@ -181,7 +167,7 @@ class Recorder(TorchDispatchMode):
         operation = outcome.operation
         if operation is not None:
             operation = self._cost(operation, arguments.storages, tensors)
-        self._order.results.made(op, args, kwargs, tensors, operation, len(self._order.uses))
+        self._order.results.made(op, args, kwargs, tensors, operation)
         if real:
             return result
         if op.exchanges:
@@ -211,7 +197,7 @@ class Recorder(TorchDispatchMode):
     def kernel(self, operation: Operation) -> None:
         """A kernel that a compiler makes of several operators has run."""
         self._order.cost(operation)
-        self._order.results.ran(operation, len(self._order.uses))
+        self._order.results.ran(operation)
 
     def _suppose(self, op: Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Gives unknown outcomes the values that they mostly have."""
@@ -250,7 +236,7 @@ class Recorder(TorchDispatchMode):
         self._order.results.wrote(written)
         if any(record.shadow is not None for record in written):
             self._shadows.mutate(op.func, args, kwargs, arguments.tensors, written)
-        result = self._operators.run_in_place(op, args, kwargs, arguments)
+        result = self._operators.call(op, args, kwargs, arguments)
         self._follow_new(result, op.func)
         if op.replaces_memory:
             self._order.moved(args[0])
@@ -259,24 +245,24 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            operation = self._product(op, args, kwargs, moved) or passing(arguments.tensors[0], moved)
+            operation = self._product(op, args, kwargs) or passing(arguments.tensors[0].dtype, moved)
             self._order.cost(operation)
-            self._order.results.made(op, args, kwargs, (), operation, len(self._order.uses))
+            self._order.results.made(op, args, kwargs, (), operation)
         return result
 
-    def _product(self, op: Traits, args: Any, kwargs: Any, moved_bytes: int) -> Operation | None:
+    def _product(self, op: Traits, args: Any, kwargs: Any) -> Operation | None:
         """A matrix product that writes to ``out=``, with the memory and work of one that makes its result."""
         out = kwargs.get("out")
         plain = getattr(op.func._overloadpacket, "default", None) if isinstance(out, torch.Tensor) else None
         others = {name: value for name, value in kwargs.items() if name != "out"}
-        flops = 0 if plain is None else count_flops(plain, args, others, out)
-        if not flops:
+        if plain is None:
+            return None
+        operation = operation_of(plain, args, others, out, self._target.product_row_bytes)
+        if operation is None or not operation.flops:
             return None
         if nbytes := self._target.transient_bytes(plain, args, others, [out]):
             self._ledger.touch(nbytes, self._order.module(), op.func)
-        factors = [item for item in args if isinstance(item, torch.Tensor)]
-        row_bytes = self._target.product_row_bytes
-        return operation_of(plain, factors, [out], flops=flops, moved_bytes=moved_bytes, row_bytes=row_bytes)
+        return operation
 
     def _follow_new(self, result: Any, func: Any) -> None:
         """Further results of an operator that writes to an argument, such as RReLU, which fills in its noise."""
@@ -353,7 +339,7 @@ class Recorder(TorchDispatchMode):
         record = self._ledger.find(args[0])
         if record is None or record.node != current_node_number():
             return False
-        if not writes_in_place(func, record.operator, depth=3):
+        if not writes_in_place(func, record.operator):
             return False
         record.shadow = None
         return True

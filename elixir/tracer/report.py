@@ -6,16 +6,16 @@ import itertools
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from elixir.step_trace import Access, Contributor, CurveSample, Operation, ParamInfo, StepShape, StepTrace, Transfer
+from elixir.tracer.device.target import OptimizerPhase
 from elixir.tracer.ledger import KINDS, Curve, Int64Array, Ledger, StorageRecord
 from elixir.tracer.meta import TracedModel
-from elixir.tracer.optimizer_phase import OptimizerPhase
 from elixir.tracer.use_order import UseOrder
 from elixir.units import dtype_name
 
@@ -34,7 +34,7 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
     step: StepShape,
     hears_gradients: bool,
     assumptions: tuple[str, ...],
-    unverified: Mapping[str, Iterable[Any]],
+    uncounted: Collection[Any],
     started: float,
     **identity: str,
 ) -> StepTrace:
@@ -48,7 +48,7 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         hears_gradients: whether the device's memory has room again as soon as autograd has handed a gradient over, and
             it is known when that is.
         assumptions: of the numbers.
-        unverified: unconfirmed assumption of the numbers -> the operators for which it was taken.
+        uncounted: operators that allocate more than is counted (`Target.uncounted`).
         started: `time.perf_counter()` at the beginning of the trace.
         identity: what the trace is of: fields of `StepTrace` as they are.
     """
@@ -87,14 +87,16 @@ def assemble(  # noqa: PLR0913 - each fact of a trace once
         # A gradient that is still summed up is with autograd; a plan counts it from the event at which it is complete.
         operations=tuple(operations),
         accesses=accesses,
-        curve=_samples(curve, order, begin, end, state_bytes),
-        operators=ledger.operators,
+        curve=_samples(
+            curve, ledger.starts, order, (begin - 1, end), state_bytes
+        ),  # the log begins with the parameters
+        operators=len(ledger.starts),
         checkpointed_modules=order.checkpointed(),
         unused_parameters=tuple(
             names[0] for p, names in traced.names.items() if p.requires_grad and p.grad is None and not step.forward
         ),
         unused_modules=_unused_modules(traced, order),
-        assumptions=assumptions + _unverified(unverified, alive, backward_bytes),
+        assumptions=assumptions + _uncounted(uncounted, alive, backward_bytes),
         trace_s=time.perf_counter() - started,
         step=step,
         transfers=_transfers(order, places) if step.generate is None else (),
@@ -215,30 +217,30 @@ def _unused_modules(traced: TracedModel, order: UseOrder) -> tuple[str, ...]:
     )
 
 
-def _unverified(
-    unverified: Mapping[str, Iterable[Any]], alive: list[StorageRecord], peak_bytes: int
-) -> tuple[str, ...]:
-    """One sentence for each thing that nothing has confirmed, with the share of the peak that it touches."""
-    found = []
-    for said, operators in unverified.items():
-        theirs = set(operators)
-        touched = sum(record.nbytes for record in alive if record.operator in theirs)
-        names = ", ".join(sorted(operator_name(operator) for operator in theirs))
-        found.append(f"{names}: {said}; they made {100 * touched / max(peak_bytes, 1):.1f} % of the peak")
-    return tuple(found)
+def _uncounted(operators: Collection[Any], alive: list[StorageRecord], peak_bytes: int) -> tuple[str, ...]:
+    """Says which operators may take more than is counted, if any, with the share of the peak that they made."""
+    if not operators:
+        return ()
+    made = sum(record.nbytes for record in alive if record.operator in operators)
+    names = ", ".join(sorted(map(operator_name, operators)))
+    return (
+        f"{names}: what these allocate beyond their results is not counted, as they are too large to be run for a "
+        f"number; they made {100 * made / max(peak_bytes, 1):.1f} % of the peak",
+    )
 
 
 def _samples(
-    curve: Curve, order: UseOrder, step_begin: int, step_end: int, state_bytes: int
+    curve: Curve, starts: list[int], order: UseOrder, span: tuple[int, int], state_bytes: int
 ) -> tuple[CurveSample, ...]:
-    """The curve, thinned to the highest moment of each stretch; a steady step has its states from the start."""
-    total = curve.total
+    """The curve of a step, thinned to the highest moment of each stretch; a steady step has its states from the start.
+
+    Entries before the `span` of `step_fn` only list resting memory; those after it are the optimizer's.
+    """
+    total, (begin, end) = curve.total, span
     entries = len(total)
-    begin = max(step_begin - 1, 0)  # earlier entries only list resting memory
-    end = min(step_end, entries)
     thinned = np.linspace(begin, end, min(end - begin, MAX_STEP_SAMPLES) + 1).astype(np.int64)
     bounds = np.union1d(thinned, np.arange(end, entries + 1))
-    operators = np.searchsorted(curve.starts, np.arange(entries), side="right") - 1
+    operators = np.searchsorted(starts, np.arange(entries), side="right") - 1
     highest = [int(low + total[low:high].argmax()) for low, high in itertools.pairwise(bounds)]
     uses = np.searchsorted([use.log_position for use in order.uses], highest, side="right") - 1
     taken = []
@@ -246,7 +248,7 @@ def _samples(
     for at, use, live, host in zip(highest, uses, curve.by_kind[:, highest].T.tolist(), hosts, strict=True):
         by_kind = dict(zip(KINDS, live, strict=True)) | {"optimizer": state_bytes}
         phase: Literal["forward", "recompute", "backward", "optimizer"] = order.uses[max(int(use), 0)].phase
-        if at >= step_end:
+        if at >= end:
             phase = "optimizer"
         elif phase == "forward" and at >= order.backward_position:
             phase = "backward"  # the gradient of the loss, before any weight is read
@@ -270,6 +272,4 @@ def _contributors(alive: list[StorageRecord]) -> tuple[Contributor, ...]:
 
 def operator_name(operator: Any) -> str:
     """``aten.mm.default``; empty for what no operator made."""
-    if operator is None:
-        return ""
-    return str(operator)
+    return "" if operator is None else str(operator)

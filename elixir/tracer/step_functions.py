@@ -38,32 +38,31 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
 @contextlib.contextmanager
-def replaced_functions(makers: Mapping[tuple[str, str], Callable[[Any], Any]]) -> Iterator[None]:
+def replaced_functions(replaced: Mapping[tuple[str, str], Callable[..., Any]]) -> Iterator[None]:
     """While open, functions of torch are others in this thread. What somebody else has replaced meanwhile stays.
 
     Args:
-        makers: by module and name of a function: gets it, and returns what is called instead. Some are private; one
-            that a version of PyTorch has not is left out, and a test notices.
+        replaced: by module and name of a function: what is called instead, with the function before its arguments.
+            Some are private; one that a version of PyTorch has not is left out, and a test notices.
     """
     here: int | None = threading.get_ident()
 
     def of_thread(before: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def chosen(*args: Any, **kwargs: Any) -> Any:
-            return (ours if threading.get_ident() == here else before)(*args, **kwargs)
+            return ours(before, *args, **kwargs) if threading.get_ident() == here else before(*args, **kwargs)
 
         return chosen
 
     try:
         with contextlib.ExitStack() as stack:
-            for (module, name), make in makers.items():
+            for (module, name), ours in replaced.items():
                 owner = sys.modules.get(module)
                 before = getattr(owner, name, None)
-                if before is None:
-                    continue
-                ours = of_thread(before, make(before))
-                stack.callback(_put_back, owner, name, before, ours)
-                setattr(owner, name, ours)
+                if before is not None:
+                    chosen = of_thread(before, ours)
+                    stack.callback(_put_back, owner, name, before, chosen)
+                    setattr(owner, name, chosen)
             yield
     finally:
         here = None  # somebody may have kept one of them
@@ -93,14 +92,10 @@ class StepFunctions(TorchFunctionMode):
             return handler(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def on_in_backward(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that starts autograd's engine, with the mode on."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return run_backward(*args, **kwargs)
-
-        return run
+    def on_in_backward(self, run_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the function that starts autograd's engine, with the mode on."""
+        with self:
+            return run_backward(*args, **kwargs)
 
     def device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``x.device`` is meta, but code that asks for its type because of autocast gets the target's."""
@@ -117,12 +112,12 @@ class StepFunctions(TorchFunctionMode):
             return self._host.back(
                 tensor, rest or ([torch.device("meta")] if func is torch.Tensor.cuda else []), kwargs
             )
-        if func is not torch.Tensor.cuda and not any(_is_cuda(each) for each in (*rest, *kwargs.values())):
-            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:  # a machine without a device refuses in other words
-            raise NotImplementedError(NAMES_CUDA) from error
+            if func is torch.Tensor.cuda or any(map(_is_cuda, (*rest, *kwargs.values()))):
+                raise NotImplementedError(NAMES_CUDA) from error
+            raise
 
     def gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An optimizer of the user's that the step calls finds no gradients, and neither steps nor clears any: a trace

@@ -33,16 +33,14 @@ from elixir.models.step import check_step
 from elixir.step_trace import StepShape, StepTrace, Unit
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.autograd_in_place import references_when_alone
-from elixir.tracer.device.common.target import OptimizerKernel, Target
+from elixir.tracer.device.autograd_in_place import references_when_alone
 from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.target import OptimizerKernel, Target, run_optimizer
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.meta import TracedModel, meta_input, on_meta
-from elixir.tracer.optimizer_phase import run_optimizer
 from elixir.tracer.recorder import Recorder
 from elixir.tracer.report import assemble
 from elixir.tracer.step_functions import NAMES_CUDA
-from elixir.tracer.unit_results import UnitResults
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.expert_choice import BalancedRouting, Routing
@@ -136,8 +134,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 if not real.is_meta:
                     shadows.attach(tensor, real)
         step_begin = len(ledger)
-        order = UseOrder(traced, ledger.log)
-        order.results = UnitResults({module: unit.name for module, unit in layers.items()}, ledger)
+        order = UseOrder(traced, ledger, {module: unit.name for module, unit in layers.items()})
         routing = routing if routing is not None else BalancedRouting()
         recorder = Recorder(target, ledger, order, shadows, routing, cache)
 
@@ -149,7 +146,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             compiled,
             recorder.kernel,
             {} if kinds is None else kinds,
-            target.cuda_capability,
+            target.capability,
             as_written=not generated_code,
         )
         recorder.fused_costs = code.fused_costs
@@ -186,7 +183,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 device=hardware.name,
                 dtype="as built" if dtype is None else dtype_name(dtype),
                 assumptions=_assumptions(traced, target, shadows, fused) + code.assumption,
-                unverified=target.unverified,
+                uncounted=target.uncounted,
                 # Memory that is freed in a heap leaves gaps; the eager form of compiled code does not say when.
                 hears_gradients=target.kind != "cpu" and not compiled,
                 step=replace(
@@ -332,11 +329,8 @@ def _explained(error: Exception) -> TraceError:
     return TraceError(f"{location}: step_fn raised {type(error).__name__}: {text}{hint}")
 
 
-@contextlib.contextmanager
-def _compiled_regions_run_eagerly() -> Iterator[None]:
+def _compiled_regions_run_eagerly() -> contextlib.AbstractContextManager[Any]:
     """Runs compiled regions uncompiled: compiled code cannot run on meta, and its fusions are not known here."""
     if "torch._dynamo" not in sys.modules:  # without this import nothing is compiled, and it takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ again if the unit kept nothing for backward."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,20 +55,21 @@ class UnitResults:
     Args:
         units: the modules and their names.
         ledger: knows which storages are alive.
+        uses: those of weights so far.
     """
 
-    def __init__(self, units: Mapping[nn.Module, str], ledger: Ledger) -> None:
-        self.units, self._ledger = units, ledger  # `units`: the modules and their names
+    def __init__(self, units: Mapping[nn.Module, str], ledger: Ledger, uses: Sized) -> None:
+        self.units, self._ledger, self._uses = units, ledger, uses
         self._runs: dict[str, list[_Run]] = {}
         self._makers: dict[int, _Made] = {}
         self.run: _Run | None = None
         """The forward of a unit that runs now."""
 
-    def entered(self, module: nn.Module, uses: int) -> None:
-        """A module starts in forward, after so many uses of weights."""
+    def entered(self, module: nn.Module) -> None:
+        """A module starts in forward."""
         unit = self.units.get(module)
         if unit is not None and self.run is None:
-            self.run = _Run(unit, module, uses)
+            self.run = _Run(unit, module, len(self._uses))
 
     def left(self, module: nn.Module, output: Any) -> None:
         """A module returns: of what its operators made, what is alive stays for backward, or is its output."""
@@ -90,36 +91,38 @@ class UnitResults:
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         operation: Operation | None,
-        uses: int,
     ) -> None:
-        """An operator has run, after so many uses of weights."""
-        run = self.run
-        if run is None:
+        """An operator has run."""
+        if self.run is None:
             return
-        operator = op.func
-        number = run.calls[operator]
-        run.calls[operator] = number + 1
         storages = dict[int, StorageRecord]()
         for tensor in tensors:
             record = self._ledger.find(tensor)
             if record is not None and record.index not in self._makers:
                 storages[storage_of(tensor)] = record
-        access = max(uses - run.first_use - 1, 0)
-        found = _Made(
-            operator, number, access, operation, [*storages.items()], not op.draws or _drops_nothing(op, args, kwargs)
-        )
-        run.made.append(found)
+        repeats = not op.draws or _drops_nothing(op, args, kwargs)
+        found = self._add(self.run, op.func, operation, [*storages.items()], repeats)
         for record in storages.values():
             self._makers[record.index] = found
 
-    def ran(self, operation: Operation, uses: int) -> None:
-        """A kernel that a compiler makes of several operators has run, after so many uses of weights."""
-        run = self.run
-        if run is not None:
-            number = run.calls[_KERNEL]
-            run.calls[_KERNEL] = number + 1
-            access = max(uses - run.first_use - 1, 0)
-            run.made.append(_Made(_KERNEL, number, access, operation, [], repeats=False))
+    def ran(self, operation: Operation) -> None:
+        """A kernel that a compiler makes of several operators has run."""
+        if self.run is not None:
+            self._add(self.run, _KERNEL, operation, [], repeats=False)
+
+    def _add(
+        self,
+        run: _Run,
+        operator: Any,
+        operation: Operation | None,
+        storages: list[tuple[int, StorageRecord]],
+        repeats: bool,
+    ) -> _Made:
+        number = run.calls[operator]
+        run.calls[operator] = number + 1
+        access = max(len(self._uses) - run.first_use - 1, 0)
+        run.made.append(_Made(operator, number, access, operation, storages, repeats))
+        return run.made[-1]
 
     def wrote(self, records: Sequence[StorageRecord]) -> None:
         """An operator writes to storages."""
@@ -130,11 +133,11 @@ class UnitResults:
             if self.run is not None and maker not in self.run.made:
                 self.run.writes = True
 
-    def packed(self, uses: int) -> None:
+    def packed(self) -> None:
         """Autograd saves a tensor: all that has run so far would run again, and no more unless it saves another."""
         run = self.run
         if run is not None:
-            run.operators_rerun, run.accesses_rerun = len(run.made), uses - run.first_use
+            run.operators_rerun, run.accesses_rerun = len(run.made), len(self._uses) - run.first_use
 
     def rerunnable_forwards(
         self, units: Sequence[Unit], accesses: Sequence[Access], numbers: Mapping[int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -89,16 +89,17 @@ class UseOrder(AccessListener):
 
     Args:
         traced: the model that is traced.
-        log: the ledger's, whose length says when something happened.
+        ledger: whose log's length says when something happened.
+        units: modules whose forwards are watched, and their names.
     """
 
-    def __init__(self, traced: TracedModel, log: Sized) -> None:
+    def __init__(self, traced: TracedModel, ledger: Ledger, units: Mapping[nn.Module, str]) -> None:
         self._names = {module: name or type(module).__name__ for module, name in traced.modules.items()}
         self._parameters = traced.parameters
         self._parameter_names = list(traced.names.values())
         self._index = {parameter: index for index, parameter in enumerate(traced.parameters)}
         self._storages = {p.untyped_storage()._cdata: index for p, index in self._index.items()}
-        self._log = log
+        self._log = ledger.log
         self._scopes: list[_Scope] = []
         self._forward_depth = 0  # scopes that were open when backward began
         self._marks: tuple[list[int], list[str]] = ([0], [""])  # sequence numbers at which the module changes
@@ -111,11 +112,11 @@ class UseOrder(AccessListener):
         self._in_backward = False
         self._backward_grad_mode = False
         self._finished = False
-        self.results = UnitResults({}, Ledger(int))
-        """Watches what units make in forward."""
         self._unit_position: int | None = None  # length of the log when a unit began or ended, until the next use
         self._unit_ended = False  # whether it ended, and no module has begun since
         self.uses: list[Use] = []
+        self.results = UnitResults(units, ledger, self.uses)
+        """Watches what units make in forward."""
         self.calls: list[int] = []
         """Positions of the uses from which on outermost modules ran in forward."""
         self.ran: dict[str, None] = {}
@@ -252,7 +253,7 @@ class UseOrder(AccessListener):
             if not self._scopes:
                 self.calls.append(len(self.uses))
             if not _MEMORY_ALONE.get():  # their accesses are no part of the order
-                self.results.entered(module, len(self.uses))
+                self.results.entered(module)
         if module in self.results.units or self._unit_ended:
             self._unit_position, self._unit_ended = len(self._log), False
         self._scopes.append(_Scope(name))
@@ -285,7 +286,7 @@ class UseOrder(AccessListener):
         """Claims weights and views of them."""
         index = self._storages.get(storage_of(tensor))
         if index is None:
-            self.results.packed(len(self.uses))
+            self.results.packed()
             return None
         if type(tensor) is not TrackedView:
             return index, detached(tensor)

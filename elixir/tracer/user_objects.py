@@ -131,41 +131,12 @@ def uninterrupted(calls: list[Callable[[], object]]) -> None:
         raise raised
 
 
-class _WrittenTensors:
-    """Copies of tensors with values, made before their first write."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
-
-    def before(self, *tensors: torch.Tensor | None) -> None:
-        """Copies `tensors`, to which something is about to write."""
-        for tensor in tensors:
-            if tensor is not None and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                if key not in self._copies:
-                    gone = functools.partial(self._forget, key)
-                    self._copies[key] = (weakref.ref(storage, gone), storage.clone())
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._copies.pop(key, None)
-
-    def restore(self) -> None:
-        """Gives tensors that still exist their values back."""
-        for storage, copy in [(ref(), copy) for ref, copy in self._copies.values()]:
-            if storage is not None and storage.nbytes() == copy.nbytes():
-                storage.copy_(copy)
-        self._copies.clear()
-
-
 class UserObjects:
-    """Remembers what containers, objects and cells hold."""
+    """Remembers what containers, objects and cells hold, and tensors before their first write."""
 
     def __init__(self, writes_unseen: bool = False) -> None:
         self._writes_unseen = writes_unseen
-        self._written = _WrittenTensors()
-        self.before_write = self._written.before
-        """Is called with tensors that are about to be written to."""
+        self._copies: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
         self._seen: dict[int, Any] = {}
         self._ahead: collections.deque[Any] = collections.deque()
         self._entries = 0
@@ -189,11 +160,31 @@ class UserObjects:
             with contextlib.suppress(Exception):
                 self._look_at(item)
 
+    def before_write(self, *tensors: torch.Tensor | None) -> None:
+        """Copies those of `tensors` with values, to which something is about to write."""
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._copies:
+                    gone = functools.partial(self._forget, key)
+                    self._copies[key] = (weakref.ref(storage, gone), storage.clone())
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._copies.pop(key, None)
+
+    def _restore_tensors(self) -> None:
+        """Gives tensors that still exist their values back."""
+        for storage, copy in [(ref(), copy) for ref, copy in self._copies.values()]:
+            if storage is not None and storage.nbytes() == copy.nbytes():
+                storage.copy_(copy)
+        self._copies.clear()
+
     def restore(self) -> None:
         """Puts changed values back."""
         changed = [each for each in self._containers if (each[1] or each[2]) and not _same(*each)]  # most are empty
         back = [functools.partial(_put_back, *each) for each in changed]
-        uninterrupted([self._written.restore, *back, *self._states])
+        uninterrupted([self._restore_tensors, *back, *self._states])
 
     def _push(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -212,9 +203,17 @@ class UserObjects:
             self._module(item)
         elif isinstance(item, tuple(_CONTAINERS)):
             self._container(item)
-        elif isinstance(item, _LEFT_ALONE) or any(self._passes(item, *each) for each in _REACHED):
-            return
-        elif not any(self._holds(item, *each) for each in _STATES):
+        elif not isinstance(item, _LEFT_ALONE):
+            for kind, reached in _REACHED:
+                if isinstance(item, kind):
+                    self._push(reached(item))
+                    return
+            for kind, read, write in _STATES:
+                if isinstance(item, kind):
+                    before = read(item)  # an empty cell raises, and stays as it is
+                    self._states.append(functools.partial(write, item, before))
+                    self._push((before,))
+                    return
             self._object(item)
 
     def _container(self, held: Any) -> None:
@@ -242,20 +241,6 @@ class UserObjects:
                     self._push(value.values())
             else:
                 self._push((value,))
-
-    def _passes(self, item: Any, kind: Any, reached: Callable[[Any], Iterable[Any]]) -> bool:
-        if isinstance(item, kind):
-            self._push(reached(item))
-            return True
-        return False
-
-    def _holds(self, item: Any, kind: type, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> bool:
-        if isinstance(item, kind):
-            before = read(item)  # an empty cell raises, and stays as it is
-            self._states.append(functools.partial(write, item, before))
-            self._push((before,))
-            return True
-        return False
 
     def _object(self, item: Any) -> None:
         kind: Any = type(item)

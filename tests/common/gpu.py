@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from elixir.tracer.device.cuda.cuda_target import CUBLAS_HOPPER_WORKSPACE_BYTES, CUBLASLT_WORKSPACE_BYTES
+from elixir.tracer.device.cuda_target import CUBLAS_HOPPER_WORKSPACE_BYTES, CUBLASLT_WORKSPACE_BYTES
 from elixir.units import MIB
 from tests import cuda_emulator
 

@@ -362,15 +362,15 @@ def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
 
 def attention_is_counted_with_groups() -> bool:
     """Whether this PyTorch counts the FLOPs of attention whose heads share keys."""
-    from elixir.tracer.operator_cache import _formulas_take_groups
+    from elixir.tracer.operation_kinds import _formulas_take_groups
 
     return _formulas_take_groups()
 
 
 def count_attention_without_groups(monkeypatch: pytest.MonkeyPatch, formula: Callable[..., int]) -> None:
     """Counts attention by a formula that refuses heads which share keys."""
-    from elixir.tracer import operator_cache
+    from elixir.tracer import operation_kinds
 
-    monkeypatch.setattr(operator_cache, "_FORMULAS_TAKE_GROUPS", False)
-    for kernel in operator_cache._SHARES_HEADS:
-        monkeypatch.setitem(operator_cache.flop_registry, kernel, formula)
+    monkeypatch.setattr(operation_kinds, "_FORMULAS_TAKE_GROUPS", False)
+    for kernel in operation_kinds._SHARES_HEADS:
+        monkeypatch.setitem(operation_kinds.flop_registry, kernel, formula)

@@ -24,7 +24,7 @@ from benchmark.proof.models import numel_of, shape_of
 from elixir.microbench import bench as bench_module
 from elixir.microbench import compute
 from elixir.models.model_shape import ModelShape
-from elixir.tracer.device.cuda import cuda_target
+from elixir.tracer.device import cuda_target
 from elixir.units import MIB
 
 _TOY = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocabulary": 512, "positions": 64}

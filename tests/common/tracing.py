@@ -12,8 +12,7 @@ from torch import nn
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepTrace
-from elixir.tracer.device.cpu import cpu_target, kernel_memory
-from elixir.tracer.device.cpu.kernel_memory import KernelMemory
+from elixir.tracer.device import cpu_target
 from elixir.tracer.meta import TracedModel, on_meta
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.expert_choice import RecordedRouting, RoutingRecorder
@@ -44,8 +43,8 @@ class Seen:
 def kernels_not_run() -> Iterator[None]:
     """Leaves out what kernels of the CPU allocate, which differs between processors, and what is known of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_memory, "MAX_RUN_FLOPS", 0.0)
-        patch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
+        patch.setattr(cpu_target, "MAX_RUN_FLOPS", 0.0)
+        patch.setattr(cpu_target, "KERNELS_HERE", {})
         yield
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elixir.tracer.device.cuda.cuda_target import CudaTarget
+from elixir.tracer.device.cuda_target import CudaTarget
 
 aten = torch.ops.aten
 

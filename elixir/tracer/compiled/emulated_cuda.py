@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from elixir.torch_private import DispatchKey, OpOverload, tree_leaves, tree_map
-from elixir.tracer.device.cuda.reduction_buffers import PROCESSORS, THREADS
+from elixir.tracer.device.cuda_target import PROCESSORS, THREADS
 
 aten = torch.ops.aten
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
+import pkgutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,6 @@ from elixir.step_trace import Operation
 from elixir.torch_private import tree_unflatten, while_nothing_compiles
 from elixir.tracer.compiled.emulated_cuda import RANDOM_STATE_BYTES, compiled_for_cuda, emulated_cuda, without_driver
 from elixir.tracer.compiled.layer_graph import Layout, checkpoints_in_the_graph, layer_graph
-from elixir.tracer.compiled.private_names import missing
 from elixir.tracer.operation_kinds import passing
 
 ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -53,6 +53,43 @@ _FRESH = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_thre
 written without vectors: buffers are the same, and a quarter of the time is saved."""
 _AHEAD = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
 """Settings of AOTAutograd: backward is compiled together with forward, and not when a trace calls it."""
+
+PRIVATE_NAMES: dict[str, str] = {
+    # Generating code.
+    "torch._inductor.compile_fx:compile_fx": "generates code for a graph of forward and for that of its backward",
+    "torch._inductor.compile_fx:compile_fx_inner": "does it for one of the two",
+    "torch._inductor.graph:GraphLowering.compile_to_module": "replaced: it would write code and build its kernels",
+    "torch._inductor.graph:GraphLowering.codegen": "called instead: gives the code as text",
+    "torch._inductor.config:fx_graph_cache": "off: code without kernels reaches no cache",
+    "torch._inductor.config:fx_graph_remote_cache": "off, likewise",
+    "torch._inductor.config:compile_threads": "one: no worker process starts",
+    "torch._inductor.config:cpp.simdlen": "kernels without vectors, which take three quarters of the time to write",
+    "torch._functorch.config:force_non_lazy_backward_lowering": "backward is compiled together with forward",
+    "torch._functorch.config:enable_autograd_cache": "off: code without kernels reaches no cache",
+    # The graph of a layer, as Dynamo would give it.
+    "torch._subclasses:FakeTensorMode": "tensors without memory, of which the graph is recorded",
+    "torch._subclasses:FakeTensor": "its methods that ask for a driver are replaced",
+    "torch._dynamo.source:LocalSource": "says of an input of a graph that it is an argument",
+    # A CUDA device that is not there.
+    "torch._dynamo.device_interface:CudaInterface": "its methods that ask the driver what the device is are replaced",
+    "torch._inductor.runtime.hints:DeviceProperties.create": "replaced, likewise",
+    "torch._inductor.utils:is_big_gpu": "its cache forgets the emulated device",
+    "torch._inductor.scheduler:has_triton": "replaced: kernels are written, not built",
+    "torch._inductor.codegen.triton:TMACompatibilityChecker.can_use_tma": "replaced: off unless asked for",
+    "torch._inductor.codegen.triton:TritonKernel.inductor_meta_common": "replaced: says whether code in a cache holds",
+    "torch._inductor.compile_fx:get_inputs_devices": "replaced: patterns are prepared for the device that is there",
+    "torch._inductor.compile_fx:get_cuda_device_context": "replaced: asks the driver, which begins a context",
+    "torch._inductor.compile_fx:_warn_tf32_disabled": "replaced, likewise",
+    "torch._inductor.fx_passes.joint_graph:constant_fold_uniform_value": "around it, meta is said to be the CPU",
+    "torch._inductor.fx_passes.joint_graph:replace_random_passes": "likewise",
+    "torch._decomp:global_decomposition_table": "operators that are composed of others",
+}
+"""Every private name of PyTorch's compiler that this folder leans on, ``module:name`` -> what it is used for.
+
+There is one fallback for all: if a name is missing, layers are traced as written. So predicted memory is too high then,
+never too low, and the trace says why. Attributes of objects that these names make, and the form of generated code, are
+not listed: where they differ, an error is raised with the same outcome.
+"""
 
 
 class GeneratedCode:
@@ -132,10 +169,20 @@ class GeneratedCode:
         self._cost(operation)
 
 
+def missing_name() -> str | None:
+    """The first of `PRIVATE_NAMES` that the installed PyTorch lacks."""
+    for name in PRIVATE_NAMES:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            return name
+    return None
+
+
 def _check(leaves: Sequence[Any], settings: Mapping[str, Any]) -> None:
     import torch._inductor.config as inductor_config
 
-    if (name := missing()) is not None:
+    if (name := missing_name()) is not None:
         raise NotImplementedError(f"this version of PyTorch has no {name}")
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *ATOMS)):
@@ -205,7 +252,7 @@ def _loaded(graph: Any, cost: Cost) -> Any:
         touched = {id(item): item for item in arguments if isinstance(item, torch.Tensor)}
         if touched:
             last = list(touched.values())[-1]
-            cost(passing(last, sum(_touched_bytes(item) for item in touched.values())))
+            cost(passing(last.dtype, sum(_touched_bytes(item) for item in touched.values())))
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from elixir.hardware.profile import HardwareProfile
-from elixir.tracer.device.common.target import Target
-from elixir.tracer.device.cpu.cpu_target import CpuTarget
-from elixir.tracer.device.cuda.cuda_target import CudaTarget
+from elixir.tracer.device.cpu_target import CpuTarget
+from elixir.tracer.device.cuda_target import CudaTarget
+from elixir.tracer.device.target import Target
 
 
 def target_for(hardware: HardwareProfile) -> Target:

@@ -7,6 +7,10 @@ graph, all are composed of operators that it knows.
 
 Products with packed weights are composed of what their kernels do, and operators for which PyTorch has no meta kernel
 get one.
+
+PyTorch takes some derivatives in a quicker way once it has looked at values, which on meta it cannot. A trace supposes
+the usual case: no factor of a product is zero, no largest value is NaN. Source: `prod_backward`, `cumprod_backward`,
+`evenly_distribute_backward` in `FunctionsManual.cpp`.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elixir.torch_private import is_recorded
-from elixir.tracer.device.common import value_branches
-from elixir.tracer.device.common.target import Attention, AttentionKernel, Target
+from elixir.torch_private import below_autograd, is_recorded
+from elixir.tracer.device.target import Attention, AttentionKernel, Target
 
 aten = torch.ops.aten
+
+_Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _ATTENTION: dict[AttentionKernel, Any] = {
     "math": aten._scaled_dot_product_attention_math.default,
@@ -54,32 +59,36 @@ def routed(target: Target) -> Iterator[None]:
     quantised = torch.library.Library("bitsandbytes", "IMPL")
     try:
         for name, kernel in quantised_kernels().items():
-            _implement(quantised, name, kernel)
-        _implement(library, "scaled_dot_product_attention", _attention(target))
-        if target.native_dropout:
-            _implement(library, "dropout", _dropout)
-        for name, function in value_branches.kernels(target.kind).items():
-            _implement(library, name, function)
+            quantised.impl(name, kernel, "AutogradMeta", allow_override=True)
+        for name, function in functions_of(target).items():
+            library.impl(name, function, "AutogradMeta", allow_override=True)
         for name, kernel in KERNELS.items():
             library.impl(name, kernel, "Meta", allow_override=True)
-        _implement(library, "mish_backward", _mish_backward)
-        if target.fused_rms_norm and hasattr(aten, "_fused_rms_norm"):
-            _implement(library, "_fused_rms_norm", _fused_rms_norm)
-        if target.softmax_reads_half:
-            _implement(library, "softmax.int", _softmax(aten._softmax))
-            _implement(library, "log_softmax.int", _softmax(aten._log_softmax))
         yield
     finally:
         quantised._destroy()
         library._destroy()
 
 
-def _implement(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
-    library.impl(name, function, "AutogradMeta", allow_override=True)
+def functions_of(target: Target) -> dict[str, Callable[..., Any]]:
+    """Name in `aten` -> what the target runs for it, with its derivative."""
+    found: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attention(target),
+        "mish_backward": _mish_backward,
+        "cumprod": _cumprod,
+        "prod": _prod,
+        "prod.dim_int": _prod_dim,
+    }
+    if target.kind == "cpu":  # on CUDA their derivatives read no values
+        return found | {name: _extreme(getattr(aten, name).default) for name in ("max", "min", "median")}
+    found |= {"softmax.int": _softmax(aten._softmax), "log_softmax.int": _softmax(aten._log_softmax)}
+    if hasattr(aten, "_fused_rms_norm"):
+        found["_fused_rms_norm"] = _fused_rms_norm
+    return found | {"dropout": _dropout}
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Runs dropout as `at::dropout` does on a device with a fused kernel."""
+    """Runs dropout as `at::dropout` does on CUDA, whose kernel keeps a bool mask."""
     if p == 0 or not train or not input.numel():
         return input
     if p == 1:
@@ -98,6 +107,7 @@ def _mish_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tens
 def _fused_rms_norm(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm as the one kernel that it is on CUDA."""
     if is_recorded(input):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = tuple(range(-len(normalized_shape), 0))
@@ -215,6 +225,77 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
     length = bias.shape[-1]
     padding = _EFFICIENT_BIAS_ALIGNMENT - length % _EFFICIENT_BIAS_ALIGNMENT
     return F.pad(bias, (0, padding))[..., :length]
+
+
+class _WithFormula(torch.autograd.Function):
+    """An operator whose derivative is a formula of its input, its result and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, operator: Any, formula: _Formula) -> torch.Tensor:
+        with below_autograd():
+            output: torch.Tensor = operator(input)
+        ctx.save_for_backward(input, output)
+        ctx.formula = formula
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, output = ctx.saved_tensors
+        return ctx.formula(input, output, gradient), None, None
+
+
+def _run(input: torch.Tensor, dtype: torch.dtype | None, operator: Any, formula: _Formula) -> torch.Tensor:
+    cast = input if dtype is None else input.to(dtype)
+    output: torch.Tensor = _WithFormula.apply(cast, operator, formula)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _extreme(operator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        mask = input == output
+        zeros = torch.zeros_like(input)
+        return zeros.masked_fill_(mask, gradient / mask.sum())
+
+    return lambda input: _run(input, None, operator, of_input)
+
+
+def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        weighted = output * gradient
+        is_zero = input == 0
+        found = _reversed_cumsum(weighted, dim).div(input)
+        del is_zero  # it is alive while the gradient is computed
+        return found
+
+    return _run(self, dtype, lambda input: aten.cumprod(input, dim), of_input)
+
+
+def _reversed_cumsum(weighted: torch.Tensor, dim: int) -> torch.Tensor:
+    flipped = weighted.flip(dim)
+    summed = flipped.cumsum(dim)
+    return summed.flip(dim)  # both operands are alive, as temporaries of one expression in C++
+
+
+def _product(dim: int | None, operator: Any) -> Callable[..., torch.Tensor]:
+    def of_input(input: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if dim is not None and output.dim() < input.dim():
+            gradient, output = gradient.unsqueeze(dim), output.unsqueeze(dim)
+        is_zero = input == 0
+        counts = is_zero.sum(() if dim is None else dim, keepdim=True)
+        found = gradient * (output / input)
+        del is_zero, counts  # they are alive while the gradient is computed
+        return found
+
+    return lambda input, dtype: _run(input, dtype, operator, of_input)
+
+
+def _prod(self: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _product(None, aten.prod)(self, dtype)
+
+
+def _prod_dim(self: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    whole = keepdim or not self.dim()
+    return _product(None if whole else dim, lambda input: aten.prod(input, dim, keepdim))(self, dtype)
 
 
 def quantised_kernels() -> dict[str, Callable[..., Any]]:

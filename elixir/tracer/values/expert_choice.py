@@ -60,21 +60,14 @@ def choice_of(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) ->
     if axis is None:  # the largest of all entries is no choice for each token
         return None
     axis %= scores.dim()
-    if func is aten.multinomial.default:
-        return ExpertChoice(scores, results[0], scores.dim() - 1, keeps_axis=True)
-    if func in (aten.argmax.default, aten.argmin.default):
-        return ExpertChoice(scores, results[0], axis, keeps_axis=given.get("keepdim", False))
-    if func in (aten.max.dim, aten.min.dim):
-        return ExpertChoice(scores, results[1], axis, keeps_axis=given.get("keepdim", False))
-    return ExpertChoice(scores, results[1], axis, keeps_axis=True, ordered=func is not aten.topk.default)
+    indices = results[-1]  # after the chosen scores, if the operator gives these as well
+    return ExpertChoice(scores, indices, axis, given.get("keepdim", func not in _PICK_ONE), func in _SORT)
 
 
-CHOOSES = frozenset(
-    {
-        aten.topk.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.sort.default,
-        aten.sort.stable, aten.multinomial.default,
-    }
-)  # fmt: skip
+_PICK_ONE = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
+_SORT = frozenset({aten.sort.default, aten.sort.stable})
+CHOOSES = _PICK_ONE | _SORT | {aten.topk.default, aten.multinomial.default}
+"""Operators that pick entries; those of one entry leave the axis out unless they are asked to keep it."""
 
 
 class Routing(Protocol):

@@ -145,11 +145,6 @@ class View:
         """A shadow seen as a tensor is."""
         return cls(shadow, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    @property
-    def supposed(self) -> frozenset[str]:
-        """The assumptions that gave the values."""
-        return self.shadow.supposed
-
     def value(self) -> torch.Tensor:
         """A CPU tensor with the values, sharing memory with the shadow."""
         dtype, geometry = self._geometry
@@ -209,7 +204,7 @@ class Shadows:
     def known(self, tensor: torch.Tensor) -> View | None:
         """The known values of a meta tensor."""
         view = self._view(tensor)
-        return None if view is None or _UNWRITTEN in view.supposed else view
+        return None if view is None or _UNWRITTEN in view.shadow.supposed else view
 
     def _view(self, tensor: torch.Tensor) -> View | None:
         """The values of a meta tensor that are known, or will be once something has written to it."""
@@ -228,7 +223,7 @@ class Shadows:
         view = self.known(tensor)
         if view is None:
             return None
-        self._supposed |= dict.fromkeys(sorted(view.supposed))
+        self._supposed |= dict.fromkeys(sorted(view.shadow.supposed))
         return view.value()
 
     def derive(

@@ -119,7 +119,7 @@ def test_autocast_for_a_target_without_its_device_is_on_and_warns_of_nothing(low
 
 def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in another thread does so, and puts back what it has found."""
-    with replaced_functions({("torch", "is_autocast_enabled"): lambda before: before}):
+    with replaced_functions({("torch", "is_autocast_enabled"): lambda before, *args: before(*args)}):
         monkeypatch.setattr(torch, "is_autocast_enabled", bool)
     assert torch.is_autocast_enabled is bool
 
@@ -187,5 +187,5 @@ def test_this_torch_has_every_function_that_a_trace_replaces(monkeypatch: pytest
         trace_step(nn.Linear(2, 2), {"input": torch.ones(1, 2)}, lambda m, x: m(**x).sum().backward(), hardware=machine)
     assert len(asked) > 5
     assert [key for key in asked if not hasattr(sys.modules.get(key[0]), key[1])] == []
-    with replaced_functions({("torch", "no_such_function"): lambda before: before}):
+    with replaced_functions({("torch", "no_such_function"): lambda before: before()}):
         assert not hasattr(torch, "no_such_function")

@@ -24,7 +24,7 @@ from elixir.hardware import preset
 from elixir.search.problem.kept_trace import kept_trace
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.tracer import compiled
-from elixir.tracer.compiled import private_names
+from elixir.tracer.compiled import generated_code
 from elixir.tracer.compiled.emulated_cuda import emulated_cuda
 from elixir.tracer.compiled.layer_graph import layer_graph
 from elixir.tracer.trace import trace_step
@@ -375,10 +375,10 @@ def test_code_holds_no_tensor_of_the_step_that_it_was_made_for() -> None:
 
 
 def test_every_private_name_is_there() -> None:
-    assert private_names.missing() is None
+    assert generated_code.missing_name() is None
 
 
-@pytest.mark.parametrize("name", private_names.PRIVATE_NAMES)
+@pytest.mark.parametrize("name", generated_code.PRIVATE_NAMES)
 def test_without_a_private_name_layers_are_traced_as_written_and_the_trace_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +394,7 @@ def test_without_a_private_name_layers_are_traced_as_written_and_the_trace_says_
 
 
 def test_no_private_name_is_missing_in_the_table() -> None:
-    listed = {name.replace(":", ".") for name in private_names.PRIVATE_NAMES}
+    listed = {name.replace(":", ".") for name in generated_code.PRIVATE_NAMES}
     for path in Path(compiled.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.tracer.device.cpu import cpu_target, kernel_memory
-from elixir.tracer.device.cpu.kernel_memory import KernelMemory
+from elixir.tracer.device import cpu_target
 from elixir.tracer.device.routed_functions import KERNELS
 from tests.common.tracing import cpu_trace, predicted_bytes
 
@@ -169,8 +168,8 @@ def convolves(batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 def test_what_cannot_be_run_is_said_with_its_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inp = convolves(2)
-    monkeypatch.setattr(cpu_target, "KERNELS_HERE", KernelMemory())
-    monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", 1.0)
+    monkeypatch.setattr(cpu_target, "KERNELS_HERE", {})
+    monkeypatch.setattr(cpu_target, "MAX_RUN_FLOPS", 1.0)
     (said,) = cpu_trace(model, inp, step).assumptions
     assert "is not counted" in said
     assert 0 < float(said.rpartition("made ")[2].partition(" %")[0]) <= 100
@@ -196,9 +195,10 @@ def test_limits_of_what_is_run_are_inclusive(monkeypatch: pytest.MonkeyPatch) ->
     call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     flops, nbytes, found = 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3, images.nbytes + weight.nbytes, []
     for most, most_bytes in ((flops, nbytes), (flops - 1, nbytes), (flops, nbytes - 1)):
-        monkeypatch.setattr(kernel_memory, "MAX_RUN_FLOPS", most)
-        monkeypatch.setattr(kernel_memory, "MAX_RUN_BYTES", most_bytes)
-        found.append(KernelMemory().peak_bytes(torch.ops.aten.convolution.default, call, {}) is not None)
+        monkeypatch.setattr(cpu_target, "MAX_RUN_FLOPS", most)
+        monkeypatch.setattr(cpu_target, "MAX_RUN_BYTES", most_bytes)
+        monkeypatch.setattr(cpu_target, "KERNELS_HERE", {})
+        found.append(cpu_target.peak_bytes_here(torch.ops.aten.convolution.default, call, {}) is not None)
     assert found == [True, False, False]
 
 
@@ -217,7 +217,5 @@ def test_memory_that_the_first_call_of_an_operator_keeps_is_not_counted() -> Non
             kept.append(torch.empty(1 << 20, dtype=torch.uint8))
         return x + x
 
-    memory = KernelMemory().peak_bytes(
-        torch.ops.test_kernel_memory.doubled.default, (torch.empty(64, device="meta"),), {}
-    )
-    assert memory == 64 * 4
+    doubling = torch.ops.test_kernel_memory.doubled.default
+    assert cpu_target.peak_bytes_here(doubling, (torch.empty(64, device="meta"),), {}) == 64 * 4

@@ -20,10 +20,9 @@ from elixir.artifact import digest
 from elixir.hardware.profile import preset
 from elixir.torch_private import operator_names
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.target import Attention
-from elixir.tracer.device.cpu.cpu_target import chosen_on_cpu
-from elixir.tracer.device.cuda.cuda_target import chosen_on_cuda, held_in_backward
-from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
+from elixir.tracer.device.cpu_target import chosen_on_cpu
+from elixir.tracer.device.cuda_target import chosen_on_cuda, held_by_sum, held_in_backward
+from elixir.tracer.device.target import Attention
 from elixir.tracer.operation_kinds import product_class
 from elixir.tracer.operator_cache import Traits
 from tests.common.tracing import kernels_not_run

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import preset
-from elixir.tracer.device.cuda.reduction_buffers import held_by_sum
+from elixir.tracer.device.cuda_target import held_by_sum
 from elixir.tracer.trace import trace_step
 
 HOPPER = (9, 0)

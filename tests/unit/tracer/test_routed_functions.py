@@ -12,8 +12,7 @@ from torch._functorch.aot_autograd import aot_function
 
 from elixir.hardware.profile import preset
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common import value_branches
-from elixir.tracer.device.routed_functions import quantised_kernels, routed
+from elixir.tracer.device.routed_functions import functions_of, quantised_kernels, routed
 
 ROWS, WIDTH = 6, 8
 
@@ -88,7 +87,7 @@ def test_functions_whose_derivative_looks_at_values_are_those_of_pytorch(
     found = []
     for function in (
         getattr(getattr(torch.ops.aten, base), overload or "default"),
-        value_branches.kernels("cpu")[name],
+        functions_of(target_for(preset("cpu")))[name],
     ):
         x = given.clone().requires_grad_()
         result = function(x, *args, **options)

@@ -23,7 +23,7 @@ from elixir.access.interception import Interception
 from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
-from elixir.tracer.ledger import StorageRecord
+from elixir.tracer.ledger import Ledger, StorageRecord
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from tests.common.tiny_models import tiny
@@ -385,7 +385,7 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
     inp = {"x": torch.randn(4, 8)}
     other = nn.Sequential(nn.Linear(8, 8), shared)
     alone = cpu_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU()), inp, works)
-    access = Interception(running, UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), []))
+    access = Interception(running, UseOrder(on_meta_now(nn.Linear(1, 1, device="meta")), Ledger(int), {}))
     try:
         assert cpu_trace(other, inp, works).backward_peak_bytes == alone.backward_peak_bytes
         with pytest.raises(TraceError, match="runs under a plan"):

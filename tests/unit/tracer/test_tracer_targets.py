@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.hardware.profile import preset
 from elixir.step_trace import StepShape, StepTrace
-from elixir.tracer import operator_cache
+from elixir.tracer import operation_kinds
 from elixir.tracer.device import target_for
-from elixir.tracer.device.common.target import Attention
 from elixir.tracer.device.routed_functions import routed
+from elixir.tracer.device.target import Attention
 from elixir.tracer.trace import trace_step
 from elixir.units import KIB, MIB
 from tests.common import inside
@@ -254,7 +254,7 @@ def test_default_optimizer_kernels() -> None:
 
 
 def test_the_engine_still_sums_in_place_what_nobody_else_holds() -> None:
-    from elixir.tracer.device.common.autograd_in_place import references_when_alone
+    from elixir.tracer.device.autograd_in_place import references_when_alone
 
     assert references_when_alone() > (0, 0), "no sum of gradients passed the probe"
 
@@ -329,7 +329,7 @@ def test_causal_attention_counts_the_scores_that_a_query_sees(kernel: str) -> No
     # An efficient or cuDNN kernel takes a mask, and is asked whether to keep what backward needs.
     rest = (None, True) if kernel in ("cudnn", "efficient") else ()
     counted = [
-        operator_cache.count_flops(func, (query, key, key, *rest, 0.0, causal), {}, (torch.empty_like(query),))
+        operation_kinds.count_flops(func, (query, key, key, *rest, 0.0, causal), {}, (torch.empty_like(query),))
         for causal in (False, True)
     ]
     assert counted == [4 * 2 * 4 * 8 * 6 * 4, 4 * 2 * 4 * 8 * (1 + 2 + 3 + 4 + 4 + 4)]

@@ -8,14 +8,19 @@ rule names its source; `docs/design/tracer.md` says which ones a measurement has
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
+from elixir.errors import InputError, unknown_name
 from elixir.hardware.profile import HardwareProfile
 from elixir.torch_private import suggest_memory_format
+from elixir.tracer.ledger import Ledger
 
 aten = torch.ops.aten
 
@@ -75,19 +80,13 @@ class Target(ABC):
     """The device that a trace pretends to run on; this base has the rules of every device.
 
     Args:
-        hardware: profile of the machine, of which kind and compute capability are used.
+        hardware: profile of the machine, of which the compute capability is used.
     """
 
     kind: Literal["cuda", "cpu"]
-    native_dropout = False
-    """Whether dropout keeps a bool mask (True) or a noise tensor in the activation's dtype."""
-    fused_rms_norm = False
-    """Whether `rms_norm` is one kernel (True) or composed of others."""
-    softmax_reads_half = False
-    """Whether a softmax with a float32 result reads float16 as it is (True) or a cast copy."""
     matrix_libraries = 0
     """How many libraries keep a workspace for matrix products."""
-    cuda_capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device."""
     optimizer_kernel: OptimizerKernel
     """How `torch.optim` runs by default."""
@@ -97,9 +96,8 @@ class Target(ABC):
     """Whether tensors that the step makes on the CPU are in the memory that is being predicted."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
-        self.name = hardware.name
-        self.unverified: dict[str, dict[Any, None]] = {}
-        """Unconfirmed assumption of a prediction -> the operators of the step for which it was taken."""
+        self.uncounted: dict[Any, None] = {}
+        """Operators of the step that allocate more than their results and than is known."""
 
     def round_bytes(self, nbytes: int) -> int:
         """Bytes that the allocator takes for a request of `nbytes`."""
@@ -173,3 +171,86 @@ def _blas_reads(matrix: torch.Tensor) -> bool:
     """Whether rows or columns lie one after the other without overlap."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows)) or matrix.numel() <= 1
+
+
+_COUNTER_BYTES = 4
+"""A number that an optimizer keeps for each weight, such as its steps, is a float32."""
+
+
+class _Memory(NamedTuple):
+    """The memory of an optimizer with torch's defaults, SGD's with momentum: copies of weights, unless said
+    otherwise. Temporaries are those of `step()`, as observed on the CPU with torch 2.13."""
+
+    states: int
+    """States of the size of their weight."""
+    counters: int
+    """Numbers kept for each weight."""
+    foreach: int
+    """Temporaries held of all weights at once."""
+    loop: int
+    """Temporaries of the weight that a loop steps."""
+    held: int
+    """Temporaries that the loop still holds of the weight before it."""
+
+
+_MEMORY = {
+    "Adam": _Memory(2, 1, 1, 2, 1),
+    "AdamW": _Memory(2, 1, 1, 2, 1),
+    "SGD": _Memory(1, 0, 0, 0, 0),
+    "RMSprop": _Memory(1, 1, 1, 1, 1),
+    "Adagrad": _Memory(1, 1, 2, 1, 1),
+    "NAdam": _Memory(2, 2, 1, 2, 1),
+    "RAdam": _Memory(2, 1, 1, 2, 0),
+    "Adamax": _Memory(2, 1, 1, 1, 0),
+    "Adadelta": _Memory(2, 1, 2, 2, 1),
+}
+"""By the name of a class in `torch.optim`."""
+
+
+class OptimizerPhase(NamedTuple):
+    """The result of the optimizer's part of a step."""
+
+    description: str
+    """Class and kernel, such as ``AdamW (foreach)``; ``none`` for a step without one."""
+    state_bytes: int
+    """Exact bytes of the states on the device."""
+
+
+def run_optimizer(
+    name: str | None, kernel: OptimizerKernel | None, parameters: list[nn.Parameter], ledger: Ledger, target: Target
+) -> OptimizerPhase:
+    """Books the states and the temporaries of one `step()` of a steady run, of the weights that have gradients.
+
+    Raises:
+        InputError: `torch.optim` has no class of this name, in any case, or the class has no such kernel.
+    """
+    if name is None:
+        return OptimizerPhase("none", 0)
+    named = {each.lower(): each for each in _MEMORY}
+    if name.lower() not in named:
+        raise unknown_name("optimizer", name, named)
+    name = named[name.lower()]
+    kernel, memory = _choose_kernel(name, kernel, target), _MEMORY[name]
+    # Fused kernels keep their counters on the device, others on the host.
+    counters = memory.counters if kernel == "fused" or target.counts_host_tensors else 0
+    exact = [parameter.nbytes for parameter in parameters if parameter.grad is not None]
+    sizes = list(map(target.round_bytes, exact))
+    counted_bytes = target.round_bytes(_COUNTER_BYTES) * counters * len(sizes)
+    ledger.add_bytes(memory.states * sum(sizes) + counted_bytes, "optimizer", "", "step")
+    if kernel == "foreach":
+        ledger.touch(memory.foreach * sum(sizes), "", "step")
+    elif kernel == "for-loop":
+        most = max(memory.held * before + memory.loop * size for before, size in pairwise([0, *sizes]))
+        ledger.touch(most, "", "step")
+    state_bytes = memory.states * sum(exact) + _COUNTER_BYTES * counters * len(exact)
+    return OptimizerPhase(f"{name} ({kernel})", state_bytes)
+
+
+def _choose_kernel(name: str, kernel: OptimizerKernel | None, target: Target) -> OptimizerKernel:
+    """The kernel of the optimizer: the argument, or the default of `torch.optim` on the target."""
+    options = inspect.signature(getattr(torch.optim, name)).parameters
+    if kernel is None:
+        return target.optimizer_kernel if target.optimizer_kernel in (*options, "for-loop") else "for-loop"
+    if kernel != "for-loop" and kernel not in options:
+        raise InputError(f"torch.optim.{name} has no {kernel} kernel; leave the kernel to torch")
+    return kernel

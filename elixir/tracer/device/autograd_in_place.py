@@ -24,22 +24,31 @@ from elixir.torch_private import TorchDispatchMode, current_autograd_node, refer
 aten = torch.ops.aten
 
 
-def accumulates_in_place(args: Any, depth: int) -> bool:
-    """Whether an `aten.add.Tensor` with these arguments is a sum that the engine would do in place.
+def engine_asks() -> bool:
+    """Whether autograd's engine, and no `backward` in Python, calls the operator that is being dispatched."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "__torch_dispatch__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_back is not None and frame.f_back.f_code.co_name == "_engine_run_backward"
 
-    Args:
-        args: the operator's arguments.
-        depth: how many Python frames lie between this call and `__torch_dispatch__`, itself included.
+
+def asks_for_nan(made_by: Any) -> bool:
+    """Whether a number that is read out is the answer of anomaly detection, made by this operator.
+
+    It looks at every gradient (`Engine::evaluate_function` in `engine.cpp`). A NaN would end the step there.
     """
+    return made_by is aten._is_any_true.default and engine_asks()
+
+
+def accumulates_in_place(args: Any) -> bool:
+    """Whether an `aten.add.Tensor` with these arguments is a sum that the engine would do in place."""
     # A Python scalar may be either operand: `torch.add(0.5, mask)` runs `add.Tensor` with the number first.
     if not backward_is_running() or len(args) != 2 or not all(isinstance(item, torch.Tensor) for item in args):
         return False
     first, second = args
     if first.shape != second.shape or first.dtype != second.dtype or not is_dense(first.shape, first.stride()):
         return False
-    # A sum in a Python `backward` has that function as its caller; the engine's own has the call into the engine.
-    caller = sys._getframe(depth + 1).f_code
-    return caller.co_name == "_engine_run_backward" and references(first) == references_when_alone()
+    return engine_asks() and references(first) == references_when_alone()
 
 
 _INTO_ZEROS = frozenset(
@@ -61,20 +70,18 @@ WRITES_IN_PLACE = _INTO_ZEROS.union(*_IN_PLACE_IN_NODE.values())
 """Operators that a formula of a derivative may do in place; `writes_in_place` says whether one does."""
 
 
-def writes_in_place(func: Any, made_by: Any, depth: int) -> bool:
+def writes_in_place(func: Any, made_by: Any) -> bool:
     """Whether a formula of a derivative would do `func` in place on its first argument, which the same node has made.
 
     Args:
         func: the operator.
         made_by: the operator that made the argument.
-        depth: how many Python frames lie between this call and `__torch_dispatch__`, itself included.
     """
     if func not in _INTO_ZEROS or made_by not in _ZEROS:
         node = current_autograd_node()
         if node is None or func not in _IN_PLACE_IN_NODE.get(node.name(), ()):
             return False
-    # The engine is the caller, not a backward in Python.
-    return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
+    return engine_asks()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from elixir.torch_private import (
     tree_leaves,
     tree_map,
 )
-from elixir.tracer.device.common.target import Target
+from elixir.tracer.device.target import Target
 
 _KEY = dispatch_key("AutocastPrivateUse1")
 _SPARE_DEVICE = "privateuseone"
@@ -65,52 +65,41 @@ class Autocast:
     """
 
     def __init__(self, target: Target) -> None:
-        self._kind, self._capability = target.kind, target.cuda_capability
+        self._kind, self._capability = target.kind, target.capability
         self._libraries: list[torch.library.Library] = []
         self._cast_weights: dict[torch.Tensor, torch.Tensor] = {}
         self._nesting = _nesting()
 
-    def replaced(self) -> dict[tuple[str, str], Callable[[Any], Any]]:
-        """Functions of torch that a trace replaces, and what makes the other one: see `replaced_functions`.
+    def replaced(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        """Functions of torch that a trace replaces, and what is called instead: see `replaced_functions`.
 
         PyTorch refuses questions about autocast on meta below every mode: they are answered for the target. Autocast
         for a CUDA device is not switched off for want of one.
         """
-        found: dict[tuple[str, str], Callable[[Any], Any]] = dict.fromkeys(_ASKED_BY_DEVICE, self._asked_for_meta)
-        found["torch", "set_autocast_enabled"] = self._switching
-        found["torch", "clear_autocast_cache"] = self._clearing
+        found: dict[tuple[str, str], Callable[..., Any]] = dict.fromkeys(_ASKED_BY_DEVICE, self._asked_for_meta)
+        found["torch", "set_autocast_enabled"] = self._switch
+        found["torch", "clear_autocast_cache"] = self._clear
         if (capability := self._capability) is not None:
-            found["torch.cuda.amp.common", "amp_definitely_not_available"] = lambda _: lambda: False
-            found["torch.cuda", "is_bf16_supported"] = lambda _: (
-                lambda including_emulation=True: including_emulation or capability >= (8, 0)
+            found["torch.cuda.amp.common", "amp_definitely_not_available"] = lambda _: False
+            found["torch.cuda", "is_bf16_supported"] = lambda _, including_emulation=True: (
+                including_emulation or capability >= (8, 0)
             )
         return found
 
-    def _asked_for_meta(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            if args[:1] == ("meta",):
-                args = (self._kind, *args[1:])
-            if kwargs.get("device_type") == "meta":
-                kwargs["device_type"] = self._kind
-            return function(*args, **kwargs)
+    def _asked_for_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args[:1] == ("meta",):
+            args = (self._kind, *args[1:])
+        if kwargs.get("device_type") == "meta":
+            kwargs["device_type"] = self._kind
+        return function(*args, **kwargs)
 
-        return answer
+    def _switch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._asked_for_meta(function, *args, **kwargs)
+        self._casts(torch.is_autocast_enabled(self._kind), function)
 
-    def _switching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        switched = self._asked_for_meta(function)
-
-        def switch(*args: Any, **kwargs: Any) -> None:
-            switched(*args, **kwargs)
-            self._casts(torch.is_autocast_enabled(self._kind), function)
-
-        return switch
-
-    def _clearing(self, function: Callable[[], None]) -> Callable[[], None]:
-        def clear() -> None:
-            self._cast_weights.clear()
-            function()
-
-        return clear
+    def _clear(self, function: Callable[[], None]) -> None:
+        self._cast_weights.clear()
+        function()
 
     def _casts(self, casts: bool, switch: Callable[[str, bool], None]) -> None:
         """Puts the spare key on or off."""

@@ -1,1 +1,0 @@
-"""Rules of CUDA devices, from the sources of PyTorch and its libraries."""
