@@ -14,7 +14,7 @@ from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import least_s, plan_or_shortage, planned
-from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion

@@ -26,8 +26,8 @@ from elixir.optimizer_states import (
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.budgets import disk_budget, resolve_budgets
+from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.memory_model import MemoryNeed
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families

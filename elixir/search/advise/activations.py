@@ -19,8 +19,7 @@ from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
-from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
 from elixir.search.propose.variants import WORTHWHILE
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest

@@ -1,4 +1,4 @@
-"""Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/formulas.md`.
+"""Bytes that a placement needs of device, host and disk, and moves between them. Formulas: `docs/appendix/formulas.md`.
 
 All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
 placement is a batch of one. Device bytes are per rank, over the stretches of `StepFacts`; host and disk bytes of all
@@ -30,7 +30,9 @@ from elixir.optimizer_states import (
 from elixir.plan.chunk_plan import Home
 from elixir.plan.matrices import exchanged_bytes, room_bytes, stage_numel, stages
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
+from elixir.plan.prediction import LINKS
+from elixir.plan.step_traffic import Backwards, ChunkRoute, StepTraffic, step_traffic
+from elixir.schedule import Schedule
 from elixir.search.problem.packed_step import PackedStep
 from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
@@ -123,6 +125,29 @@ class _Stretches(NamedTuple):
     curves: Floats
     """[chunk, stretch]: gradients that wait for a step on the device; with accumulation of the batch before, too.
     """
+
+
+@dataclass(frozen=True)
+class BytesMoved(StepTraffic):
+    """Bytes that one rank moves in one optimizer step, all its micro-batches together."""
+
+    disk_bytes: int = 0
+    """Read for updates on the host; as many are written."""
+    loads: int = 0
+    """Chunks brought into blocks."""
+    hits: int = 0
+
+    @property
+    def by_link(self) -> dict[str, int]:
+        """By the names of `elixir.plan.prediction.LINKS`."""
+        read = self.disk_bytes + self.file_bytes
+        amounts = self.host_to_device_bytes, self.device_to_host_bytes, self.network_bytes, self.replicas_bytes
+        return dict(zip(LINKS, (*amounts, read, self.disk_bytes), strict=True))
+
+    @property
+    def link_bytes(self) -> int:
+        """Over the link between device and host, both directions."""
+        return self.host_to_device_bytes + self.device_to_host_bytes
 
 
 class MemoryModel:
@@ -271,6 +296,19 @@ class MemoryModel:
             for loads in (0, 1)
         )
         return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
+
+    def traffic(self, placement: Placement, schedule: Schedule, blocks: int) -> BytesMoved:
+        """Bytes that one rank moves in a step under a placement; formulas in `docs/appendix/formulas.md`."""
+        loads = schedule.step(blocks, self.setting.accumulation)
+        always, per_load = self.link_bytes
+        counts = np.array([loads.by_chunk.get(chunk, 0) for chunk in self._ids.tolist()], dtype=np.int64)
+        here = self._ids, placement.codes
+        moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
+        stepped = DISK[placement.codes] & (self.grad_shard_bytes > 0)
+        down, up, network, files, replicas = moved.tolist()
+        swapped = self.setting.accumulation * self.work.facts.trace.step.swap_bytes
+        down, up, disk = down + swapped, up + swapped, int(self.disk_shard_bytes[stepped].sum())
+        return BytesMoved(down, up, network, files, replicas, disk_bytes=disk, loads=loads.loads, hits=loads.hits)
 
     # --- host and disk ------------------------------------------------------------------------------------------------
 

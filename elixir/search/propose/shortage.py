@@ -11,7 +11,7 @@ import numpy as np
 from elixir.errors import PlanError
 from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.placement import RESIDENT, Placement, Setting
-from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.candidate import spilled
 from elixir.search.propose.family import Family, families
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest

@@ -16,7 +16,7 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset_names
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
-from elixir.search.whatif.sweep_row import SweepRow
+from elixir.search.whatif.sweep import SweepRow
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 from tests.common.command_line import fails, run
 

@@ -22,8 +22,8 @@ from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
-from elixir.search.problem.kept_trace import kept_trace, saving_calls
-from elixir.search.propose.kept_results import KeptResults
+from elixir.search.problem.activation_trace import kept_trace, saving_calls
+from elixir.search.propose.activation_choices import KeptResults
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import answer_to

@@ -25,8 +25,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulated_cost
-from elixir.search.simulator.early_updates import worth_stepping, worth_stepping_within
-from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.simulated_cost import SimulatedCost, worth_stepping, worth_stepping_within
 from elixir.search.simulator.simulation import simulate_step
 from elixir.show.records import record_of
 from elixir.step_trace import StepTrace

@@ -13,7 +13,7 @@ from torch import nn
 from elixir.errors import TraceError
 from elixir.search.advise.answer import Answer
 from elixir.search.planner import plan_or_shortage
-from elixir.search.problem.swapped_trace import with_inputs_on_host
+from elixir.search.problem.activation_trace import with_inputs_on_host
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import with_exact_moves

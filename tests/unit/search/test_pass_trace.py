@@ -14,9 +14,9 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search.planner import plan_or_shortage, simple_plan
-from elixir.search.problem import swapped_trace
-from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.swapped_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
+from elixir.search.problem import activation_trace
+from elixir.search.problem.activation_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
+from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
@@ -121,7 +121,7 @@ def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None
 @pytest.fixture
 def small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has tensors of tiny models be worth a copy."""
-    for module in (swapping, swapped_trace):
+    for module in (swapping, activation_trace):
         monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
 
 
