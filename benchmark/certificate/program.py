@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import MASTER_BYTES, master_bytes
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Floats
+from elixir.search.problem.placement import Floats, Ints
 from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.units import GIB, dtype_bytes

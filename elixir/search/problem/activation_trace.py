@@ -16,7 +16,7 @@ import numpy as np
 
 from elixir.access.swapping import SMALLEST_BYTES
 from elixir.errors import InputError
-from elixir.search.problem.packing import Ints
+from elixir.search.problem.placement import Ints
 from elixir.step_trace import (
     INPUT,
     SAVED,

@@ -34,7 +34,6 @@ from elixir.plan.prediction import LINKS
 from elixir.plan.step_traffic import Backwards, ChunkRoute, StepTraffic, step_traffic
 from elixir.schedule import Schedule
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
     DISK,
     EARLY,
@@ -47,6 +46,7 @@ from elixir.search.problem.placement import (
     Bools,
     Codes,
     Floats,
+    Ints,
     Placement,
     Setting,
 )
@@ -204,14 +204,12 @@ class MemoryModel:
     @cached_property
     def device_weights(self) -> Ints:
         """The whole chunk where it stays gathered, otherwise the shard."""
-        found: Ints = WEIGHTS * np.where(RESIDENT, self._bytes[:, None], self.shard_bytes[:, None])
-        return found
+        return WEIGHTS * np.where(RESIDENT, self._bytes[:, None], self.shard_bytes[:, None])
 
     @cached_property
     def device_states(self) -> Ints:
         """Bytes of states, and of master weights for weights of fewer bits than float32."""
-        found: Ints = STATES * (self._states + np.where(self._low_precision, self._masters, 0))[:, None]
-        return found
+        return STATES * (self._states + np.where(self._low_precision, self._masters, 0))[:, None]
 
     @cached_property
     def host_states(self) -> Ints:
@@ -253,8 +251,7 @@ class MemoryModel:
     @cached_property
     def _gathering(self) -> Bools:
         """Whether gradients are put together in a block: to leave for the host, or to be reduced over ranks."""
-        found: Bools = self.gets_gradients[:, None] & (~STATES | (self.setting.world_size > 1))
-        return found
+        return self.gets_gradients[:, None] & (~STATES | (self.setting.world_size > 1))
 
     @cached_property
     def link_bytes(self) -> tuple[Ints, Ints]:

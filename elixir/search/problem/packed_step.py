@@ -11,8 +11,8 @@ import numpy as np
 
 from elixir.plan.chunk_plan import ChunkUse, Phase
 from elixir.schedule import Schedule, required_chunks
-from elixir.search.problem.packing import Ints, Packing
-from elixir.search.problem.placement import Floats
+from elixir.search.problem.packing import Packing
+from elixir.search.problem.placement import Floats, Ints
 from elixir.step_trace import StepTrace, enclosing
 from elixir.units import dtype_bytes
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Bools, Codes, Placement
+from elixir.search.problem.placement import RESIDENT, Bools, Codes, Ints, Placement
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
 from elixir.search.simulator.floors import MOST_AHEAD
@@ -314,8 +313,7 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
 
 def spread(low: int, high: int, count: int = GRID) -> Ints:
     """At most so many numbers from `low` to `high`, evenly."""
-    found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
-    return found
+    return np.unique(np.linspace(low, high, count).round().astype(np.int64))
 
 
 def _reversed_bits(numbers: Ints) -> Ints:

@@ -14,8 +14,7 @@ import numpy as np
 from elixir.hardware.scenario import Scenario
 from elixir.plan.prediction import Judgement
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Codes, Floats, Placement
+from elixir.search.problem.placement import Codes, Floats, Ints, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.floors import Floors
@@ -66,8 +65,7 @@ def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
     """Scores of what takes so many seconds by scenario, and, for instance, placement."""
     with np.errstate(invalid="ignore"):
         ratios = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
-    found: Floats = np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
-    return found
+    return np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
 
 
 class Judge:

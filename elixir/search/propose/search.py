@@ -25,8 +25,7 @@ import numpy as np
 
 from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Floats, Placement
+from elixir.search.problem.placement import RESIDENT, Floats, Ints, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
 from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families, spread
 from elixir.search.propose.judge import DECIMALS, LITTLE, TIE, Aim, Judge, Key, Outcome, key_of, scores_of

@@ -230,8 +230,7 @@ class Rates:
         """Adam on the device, by elements of a chunk and whether its weights have fewer bits than its masters."""
         counts = np.asarray(numel)
         rounded = np.where(np.asarray(low_precision, dtype=bool) & (self._moments == "float32"), counts, 0)
-        found: Floats = self.device_adam(counts) + self.device_memory(DEVICE_ROUNDING_BYTES * rounded)
-        return found
+        return self.device_adam(counts) + self.device_memory(DEVICE_ROUNDING_BYTES * rounded)
 
     def host_step(self, numel: npt.ArrayLike, moved_bytes: npt.ArrayLike) -> Floats:
         """Adam on the host, by elements of a chunk, while as many bytes as `moved_bytes` go to or from the device.
@@ -246,8 +245,7 @@ class Rates:
         if shared is not None:
             per_s = shared / self._ranks
         carried = np.where(counts > 0, (traffic * counts + np.asarray(moved_bytes)) / per_s, 0.0)
-        found: Floats = np.maximum(self.host_adam(counts), carried)
-        return found
+        return np.maximum(self.host_adam(counts), carried)
 
     def orthogonal_s(self, matrices: Sequence[tuple[int, int]]) -> float:
         """Seconds in which the device makes matrices orthogonal, in bfloat16."""
@@ -292,8 +290,7 @@ class Rates:
         # A CPU runs its operators itself, so their calls come on top.
         busy = np.maximum(kernels, calls) if self.ahead else kernels + calls
         of = np.repeat(np.arange(len(parts)), list(map(len, parts)))
-        found: Floats = np.bincount(of, weights=busy).astype(np.float64)
-        return found
+        return np.bincount(of, weights=busy).astype(np.float64)
 
     def _operation_s(self, operation: Operation) -> float:
         """Seconds of one operator: its FLOPs or its bytes in device memory, whichever takes longer."""
@@ -456,8 +453,7 @@ class Rates:
 def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
     """Seconds of each amount; many are equal."""
     different, place = np.unique(np.asarray(amounts, dtype=np.float64), return_inverse=True)
-    found: Floats = np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
-    return found
+    return np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
 
 
 def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:

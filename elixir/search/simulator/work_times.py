@@ -16,8 +16,7 @@ from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
+from elixir.search.problem.placement import RESIDENT, STATES, Floats, Ints, Placement
 from elixir.search.simulator.rates import Rates, out_of_place_share
 from elixir.step_trace import StepTrace
 
@@ -295,8 +294,7 @@ class WorkTimes:
 
     def _key(self, access: Ints, place: Ints | int, behind: Ints | int = 0) -> Ints:
         """Sorts keys of events: the access, the place in it, and there, twice the position of the order."""
-        key: Ints = (access * _PLACES + place) * self._behind + behind
-        return key
+        return (access * _PLACES + place) * self._behind + behind
 
     def _uses(self, placement: Placement, entries: Ints, chunks: Ints, *, updated: bool) -> tuple[Ints, Ints, Ints]:
         """The first use of every loaded chunk, and of every resident one whose weights are being updated."""

@@ -7,9 +7,9 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -32,6 +32,8 @@ from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_bytes
 
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
+
+Outcome = TypeVar("Outcome")
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
 """The options for every machine, unless the caller gives others."""
 STEP_ON_PAPER = StepQuestion(dtype="bf16")
@@ -172,32 +174,14 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
     for name, values in (("world size", world_sizes), ("batch", batches)):
         for value in values:
             check_count(f"a {name}", value)
-    traces = Traces(step)
     cases = [
-        (model, batch, hardware, world_size)
+        _Case(model, batch, hardware, count, f"{model}, batch {batch}, {count} x {hardware.name}")
         for model in models
         for batch in batches
         for hardware in profiles
-        for world_size in world_sizes
+        for count in world_sizes
     ]
-    rows: list[SweepRow] = []
-    errors = []
-    for done, (model, batch, hardware, world_size) in enumerate(cases):
-        if progress is not None:
-            progress(f"{model}, batch {batch}, {world_size} x {hardware.name}", done, len(cases))
-        try:
-            row, error = try_out(traces, replace(request, world_size=world_size), model, batch, hardware)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            raise SweepInterrupted(rows, done, len(cases)) from None
-        if each is not None and _was_planned(error):
-            each(row)
-        rows.append(row)
-        errors.append(error)
-    if not any(map(_was_planned, errors)):
-        raise next(error for error in errors if error is not None)
-    return rows
+    return _tried(cases, request, step, lambda rows: [row for _, row in rows], progress, each)
 
 
 def fit(  # noqa: PLR0913 - as `sweep`
@@ -232,36 +216,58 @@ def fit(  # noqa: PLR0913 - as `sweep`
     check_count("batch", batch)
     for count in counts or ():
         check_count("a count", count)
-    traces = Traces(step)
-    candidates = [
-        (hardware.device_memory_bytes * count, count, place, hardware)
+    cases = [
+        _Case(model, batch, hardware, count, f"{model} on {count} x {hardware.name}", machine=place)
         for place, hardware in enumerate(profiles)
         for count in (doublings(hardware.devices_per_host) if counts is None else sorted(dict.fromkeys(counts)))
     ]
-    if not candidates:
+    if not cases:
         raise InputError("no machine to try: give at least one")
-    candidates.sort(key=lambda candidate: candidate[:3])
-    found: dict[int, SweepRow] = {}
-    failed: dict[int, SweepRow] = {}
-    errors = []
-    for done, (_, count, place, hardware) in enumerate(candidates):
-        if place in found:
+    cases.sort(key=lambda case: (case.hardware.device_memory_bytes * case.world_size, case.world_size, case.machine))
+    return _tried(cases, request, step, _fit_of, progress, each)
+
+
+class _Case(NamedTuple):
+    """One combination, and how it is called."""
+
+    model: str
+    batch: int
+    hardware: HardwareProfile
+    world_size: int
+    text: str
+    machine: int | None = None
+    """A number for each machine that is left alone once it has a row that fits; None: all are tried."""
+
+
+def _tried(
+    cases: Sequence[_Case],
+    request: SearchRequest,
+    step: StepQuestion,
+    outcome: Callable[[list[tuple[_Case, SweepRow]]], Outcome],
+    progress: Progress | None,
+    each: Callable[[SweepRow], None] | None,
+) -> Outcome:
+    """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
+    traces, rows, errors = Traces(step), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
+    for done, case in enumerate(cases):
+        if any(row.fits and case.machine is not None and case.machine == other.machine for other, row in rows):
             continue
         if progress is not None:
-            progress(f"{model} on {count} x {hardware.name}", done, len(candidates))
+            progress(case.text, done, len(cases))
         try:
-            row, error = try_out(traces, replace(request, world_size=count), model, batch, hardware)
+            asked = replace(request, world_size=case.world_size)
+            row, error = try_out(traces, asked, case.model, case.batch, case.hardware)
         except KeyboardInterrupt:
-            if not (found or failed):
+            if not rows:
                 raise
-            raise SweepInterrupted(_fit_of(found, failed), done, len(candidates)) from None
+            raise SweepInterrupted(outcome(rows), done, len(cases)) from None
         if each is not None and _was_planned(error):
             each(row)
-        (found if row.fits else failed)[place] = row
+        rows.append((case, row))
         errors.append(error)
     if not any(map(_was_planned, errors)):
         raise next(error for error in errors if error is not None)
-    return _fit_of(found, failed)
+    return outcome(rows)
 
 
 def _was_planned(error: ElixirError | None) -> bool:
@@ -269,9 +275,12 @@ def _was_planned(error: ElixirError | None) -> bool:
     return error is None or isinstance(error, PlanError)
 
 
-def _fit_of(found: Mapping[int, SweepRow], failed: Mapping[int, SweepRow]) -> Fit:
-    rows = [*found.values(), *(row for place, row in failed.items() if place not in found)]
-    return Fit(rows[0].model, next(iter(found.values()), None), tuple(rows))
+def _fit_of(rows: Sequence[tuple[_Case, SweepRow]]) -> Fit:
+    """The rows that fit, and of each other machine the last one."""
+    best = [row for _, row in rows if row.fits]
+    fitting = {case.machine for case, row in rows if row.fits}
+    others = {case.machine: row for case, row in rows if case.machine not in fitting}
+    return Fit(rows[0][1].model, next(iter(best), None), (*best, *others.values()))
 
 
 def doublings(most: int) -> tuple[int, ...]:
