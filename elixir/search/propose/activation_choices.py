@@ -67,14 +67,6 @@ class KeptResults:
                 found += [((-worth, rank, -numbers[unit]), _of(unit, more, saved_s)) for unit in units]
         return tuple(change for _, change in sorted(found, key=lambda each: each[0]))
 
-    @cached_property
-    def saved_s(self) -> list[float]:
-        """Seconds that each filling saves, from 0 on."""
-        sums = [0.0]
-        for change in self.changes:
-            sums.append(sums[-1] + change.saved_s)
-        return sums
-
     def activations(self, count: int) -> tuple[UnitActivations, ...]:
         """The filling with the first `count` changes."""
         kept = dict(self._least)
@@ -84,11 +76,7 @@ class KeptResults:
 
     def filled(self, count: int) -> StepTrace:
         """The step with that filling."""
-        return self.with_activations(self.activations(count))
-
-    def with_activations(self, activations: tuple[UnitActivations, ...]) -> StepTrace:
-        """The step with some activations of its units."""
-        return kept_trace(self.trace, activations)
+        return kept_trace(self.trace, self.activations(count))
 
     @cached_property
     def _ways(self) -> list[tuple[list[str], list[Choice]]]:
@@ -197,7 +185,7 @@ class SwappedUnits:
 
     def trace(self, swaps: Swaps) -> StepTrace:
         """The step, as it is predicted."""
-        return swapped_trace(self._kept.with_activations(self.activations(swaps)), self._step)
+        return swapped_trace(kept_trace(self._kept.trace, self.activations(swaps)), self._step)
 
     def ways(self, spare_bytes: int, host_bytes: int, compute_s: float) -> Iterator[Swaps]:
         """Ways for which the host has room, each with the largest filling for which the device has.

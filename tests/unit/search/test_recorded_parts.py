@@ -201,7 +201,10 @@ def moved_of(trace: StepTrace) -> list[Any]:
     rates = Rates(replace(make_hardware(), **links), "bfloat16", 1, 1)  # type: ignore[arg-type]
     fillings = KeptResults(trace, rates)
     units, compute_s = SwappedUnits(fillings, rates), float(rates.accesses_s(fillings.filled(0)).sum())
-    found: list[Any] = [fillings.changes, fillings.saved_s]
+    found: list[Any] = [
+        fillings.changes,
+        list(itertools.accumulate((each.saved_s for each in fillings.changes), initial=0.0)),
+    ]
     for spare, host in itertools.product((0, 2**25, 2**27, 2**31), (0, 2**24, 2**26, 2**28, 2**40)):
         ways = list(units.ways(spare, host, compute_s))
         found.append([[way, units.activations(way)] for way in ways])
