@@ -32,7 +32,7 @@ from elixir.search.problem.placement import Setting
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
-from elixir.search.propose.shortage import every_family, lacks_device, lacks_room, least_device, least_host, shortage
+from elixir.search.propose.shortage import every_family, is_ruled_out, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.variants import fastest, variants, with_units_as_one
 from elixir.search.propose.written_plan import to_plan
@@ -122,8 +122,9 @@ def _planned(
             _Variant([_Way(space, budgets, request, briefly) for space in each])
             for each, request in zip(spaces, requests, strict=True)
         ]
-        best = fastest(ways, (_Variant.compute_s, _Variant.floor_s, _Variant.nominal_s, _Variant.plan_s))
-        return None if best is None else best.plan
+        looks = _Variant.compute_s, _Variant.floor_s, lambda it: it.chosen.nominal_s(), lambda it: it.chosen.plan_s()
+        best = fastest(ways, looks)
+        return None if best is None else best.chosen.plan
 
     plan = _in_machine(within, budgets, question, nearest)
     if plan is None and budgets.device_slack_bytes:
@@ -225,7 +226,7 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
     """
     (_, hardware, request), space = question, space_of(question)
     budgets = budgets_of(hardware, request)
-    if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
+    if is_ruled_out(space.trace, space.setting, budgets):
         return []
     tried = sizes or space.tiers(request)[0]()
     return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
@@ -298,9 +299,7 @@ class _Way:
     def _searches(self, *, briefly: bool) -> Iterator[ShapeSearch]:
         """Searches, each to be made only where nothing fits by those before: sensible sizes, overlap, and then host
         memory for all states, are given up."""
-        if lacks_room(self.space.trace, self.space.setting, self.budgets) or lacks_device(
-            self.space.trace, self.budgets
-        ):
+        if is_ruled_out(self.space.trace, self.space.setting, self.budgets):
             return
         possible, work = _scenarios(self.space, self.request), BRIEF_WORK if self.briefly else WORK
         for place in dict.fromkeys((self.space, self.space.with_disk(self.budgets))):
@@ -328,21 +327,9 @@ class _Variant:
         """The least floor of all ways."""
         return min(way.floor_s() for way in self.ways)
 
-    def nominal_s(self) -> float:
-        """Seconds of the fastest plan at the rates of the machine, in the way that is chosen."""
-        return self._chosen.nominal_s()
-
-    def plan_s(self) -> float:
-        """Seconds of the plan."""
-        return self._chosen.plan_s()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; None where nothing fits."""
-        return self._chosen.plan
-
     @cached_property
-    def _chosen(self) -> _Way:
+    def chosen(self) -> _Way:
+        """The way with which the plan is made."""
         return fastest(self.ways, (_Way.floor_s, _Way.nominal_s)) or self.ways[-1]
 
 

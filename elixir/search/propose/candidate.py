@@ -32,11 +32,6 @@ class Candidate:
         """Its packing of the step."""
         return self.model.work
 
-    @property
-    def overlap(self) -> bool:
-        """Whether gradients may leave during backward."""
-        return self.model.setting.overlap
-
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Seconds of a step by phase and by resource, and ``total``: simulated when they are asked for."""

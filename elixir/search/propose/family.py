@@ -256,11 +256,8 @@ class Family:
     def rows(self, away: Ints, blocks: int, order: int = IN_ORDER, share: float = 1.0) -> Rows:
         """The placements with so many states away and at least so many blocks."""
         key = away.tobytes(), blocks, order, share
-        if key not in self._rows:
-            self._rows[key] = self._made(away, blocks, order, share)
-        return self._rows[key]
-
-    def _made(self, away: Ints, blocks: int, order: int, share: float) -> Rows:
+        if key in self._rows:
+            return self._rows[key]
         spare, fits, everything, needs = self._room(away, blocks)
         chosen = self._orders[order]
         room = np.where(everything, spare, share * (spare - blocks * self.block_bytes))
@@ -274,7 +271,8 @@ class Family:
             most = np.minimum(most, blocks)
         host = self.host_bytes(codes)
         found = np.where(streamed > 0, np.minimum(most, streamed), 0)
-        return Rows(codes, found, fits & (host <= self.budgets.host_bytes), host)
+        made = self._rows[key] = Rows(codes, found, fits & (host <= self.budgets.host_bytes), host)
+        return made
 
     def host_bytes(self, codes: Codes) -> Ints:
         """Host bytes of one machine; without states if what the host cannot hold goes to the disk."""

@@ -32,6 +32,7 @@ from elixir.search.propose.judge import DECIMALS, LITTLE, TIE, Aim, Judge, Key, 
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
 from elixir.search.simulator.replay import STEADY_BATCH
+from elixir.search.simulator.simulated_cost import can_step
 
 GAP, NEAR = 1e-3, 0.01
 """A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
@@ -91,7 +92,7 @@ class ShapeSearch:
         self._families = [family for family in self._all if family.least_away <= family.most_away]
         self._tables: dict[tuple[int, bytes, int, tuple[Scenario, ...]], Floats] = {}
         self._shapes: dict[Key, Shape] = {}
-        self._weighed: dict[tuple[int, Placement, int, int, float, int], Candidate | None] = {}
+        self._weighed: dict[tuple[MemoryModel, Placement, int, int, float, int], Candidate | None] = {}
 
     def find(self, *, sure: bool = True) -> Outcome:
         """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
@@ -144,8 +145,7 @@ class ShapeSearch:
         if here is None:
             return
         for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist():
-            made = self._make(replace(here, away=away, speed=0.0))
-            if made is not None:
+            if made := self._make(replace(here, away=away, speed=0.0)):
                 self.judge.seconds(made, self._nominal)
 
     def floors(self) -> list[tuple[float, int]]:
@@ -268,16 +268,14 @@ class ShapeSearch:
             ways += [(hosts[0], 1), (hosts[0], 2)]
         for speed, rule in ways:
             for order, share in ((IN_ORDER, 1.0), (SPREAD, 1.0), (IN_ORDER, 0.0)):
-                made = self._make(replace(shape, speed=speed, order=order, share=share, rule=rule))
-                if made is not None:
+                if made := self._make(replace(shape, speed=speed, order=order, share=share, rule=rule)):
                     yield made
 
     def _near_shapes(self, here: Candidate, tries: _Tries) -> Iterator[Candidate]:
         """Candidates whose shapes differ in one number."""
         shape = self._shapes.get(key_of(here))
         for other in self._neighbours(shape, streams=not all(here.placement.resident)) if shape is not None else ():
-            made = self._make(other)
-            if made is not None:
+            if made := self._make(other):
                 yield made
 
     def _neighbours(self, shape: Shape, *, streams: bool) -> Iterator[Shape]:
@@ -331,9 +329,9 @@ class ShapeSearch:
         """The candidate with these homes, with fewer chunks fetched ahead if there are too few blocks; with a
         speed, and chunks updated early that such a host takes. None if it does not fit, or none can be."""
         depth = depth if placement.resident.count(False) else 0
-        key = id(model), placement, blocks, depth, speed, rule
+        key = model, placement, blocks, depth, speed, rule
         if key not in self._weighed:
-            self._weighed[key] = self._made(model, placement, blocks, depth, speed, rule)
+            self._weighed[key] = self._made(*key)
         return self._weighed[key]
 
     def _made(
@@ -407,8 +405,7 @@ class ShapeSearch:
                 for depth in range(len(family.fewest)) if streamed else (0,):
                     for speed in (0.0, 1.0) if self._early else (0.0,):
                         placement = Placement.numbered(codes[row].tolist())
-                        found = self._weigh(family.model, placement, int(blocks[row]), depth, speed)
-                        if found is not None:
+                        if found := self._weigh(family.model, placement, int(blocks[row]), depth, speed):
                             left -= 1
                             self.judge.seconds(found, at)
 
@@ -443,18 +440,13 @@ class ShapeSearch:
                 return
             placement = Placement.numbered(codes[row].tolist())
             for ahead, speed in product(depths, speeds):
-                found = self._weigh(family.model, placement, int(blocks[row]), ahead, speed)
-                if found is not None:
+                if found := self._weigh(family.model, placement, int(blocks[row]), ahead, speed):
                     yield found
 
     def _toggled(self, here: Candidate) -> Iterator[Candidate]:
         """The same homes, with one chunk or two neighbours updated early, or after the norm, that are not yet."""
         model, placement = here.model, here.placement
-        able = [
-            c
-            for c, on_device in enumerate(placement.state_on_device)
-            if not on_device and model.work.can_update_early(c) and c not in placement.state_on_disk
-        ]
+        able = sorted(can_step(model.work, placement) - placement.state_on_disk)
         for change in [*((c,) for c in able), *pairwise(able)] if placement.early else ():
             early = placement.early.symmetric_difference(change)
             changed = placement.updated_early(early)

@@ -139,6 +139,11 @@ def lacks_device(trace: StepTrace, budgets: Budgets) -> int:
     return max(live_bytes(trace) - budgets.device_bytes, 0)
 
 
+def is_ruled_out(trace: StepTrace, setting: Setting, budgets: Budgets) -> bool:
+    """Whether nothing fits, wherever weights and states are."""
+    return bool(lacks_room(trace, setting, budgets) or lacks_device(trace, budgets))
+
+
 def live_bytes(trace: StepTrace) -> int:
     """Device memory that a batch takes at its fullest, wherever weights are."""
     return max((access.live_bytes for access in trace.accesses), default=0) + trace.buffer_bytes

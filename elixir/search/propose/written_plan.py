@@ -42,7 +42,7 @@ def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: Sea
         dtype=trace.dtype,
         optimizer=optimizer_name(request.optimizer_type),
         state_size=space.setting.states,
-        overlap=best.overlap,
+        overlap=space.setting.overlap,
         placement=request.placement,
         block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
         block_bytes=block_bytes,

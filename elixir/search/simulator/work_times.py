@@ -116,7 +116,6 @@ class WorkTimes:
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.shards
         shard = size // self.shards
         self.bytes: list[int] = size.tolist()
-        self.shard_bytes: list[int] = shard.tolist()
         self.rounded = [chunk.low_precision for chunk in work.chunks]
         """Whether new weights are rounded by the host where they live on the device."""
         self.pooled = [not chunk.outsized for chunk in work.chunks]
