@@ -168,7 +168,7 @@ class _Way:
         if self.question.trace.step.activations:
             self.question = self.question._replace(trace=self.trace())
         try:
-            answer = Answer(plan_or_shortage(*self.question), self.question)
+            answer = Answer(plan_or_shortage(self.question), self.question)
             self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
         except PlanError as error:
             self.missed = error

@@ -49,14 +49,12 @@ PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-def plan_or_shortage(
-    trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True
-) -> Plan:
+def plan_or_shortage(question: Question, *, moves: bool = True) -> Plan:
     """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing. With `moves`, layers of a
     pass may have their inputs on the host."""
+    (trace, _, request), budgets = question, budgets_of(question)
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
-    question, budgets = Question(trace, hardware, request), budgets_of(hardware, request)
     found = _planned(question, budgets, moves=moves, say=True)
     plan, least = found.plan, found.least
     if plan is None and found.nearest_bytes is not None:
@@ -87,7 +85,7 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
     """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
     are tried when nothing else fits."""
     question = question.nominal if briefly else question
-    return _planned(question, budgets_of(question.hardware, question.request), briefly=briefly).plan
+    return _planned(question, budgets_of(question), briefly=briefly).plan
 
 
 class _Found(NamedTuple):
@@ -109,7 +107,7 @@ def _planned(
 
     `say`, the log has what is not known of the network, and what is kept back.
     """
-    asked, setting = variants(question, moves=moves and not briefly), setting_for(*question)
+    asked, setting = variants(question, moves=moves and not briefly), setting_for(question)
     if say:
         _say(question, setting, budgets)
     # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
@@ -174,14 +172,14 @@ def _with_rest(plan: Plan, rest_bytes: int, hardware: HardwareProfile) -> Plan:
 
 def space_of(question: Question, **changes: Any) -> SearchSpace:
     """The question, ready to be searched; `changes` are fields of its `Setting`."""
-    return SearchSpace(question.trace, question.hardware, replace(setting_for(*question), **changes))
+    return SearchSpace(question.trace, question.hardware, replace(setting_for(question), **changes))
 
 
 def least_bytes(question: Question, device_bytes: int | None, **changes: Any) -> int:
     """The least device memory of any candidate; with a size of device memory, the least host memory of those that fit
     it, and 0 where none does. `changes` are fields of the `Setting`."""
     space = space_of(variants(question, moves=False)[0], **changes)
-    disk = space if "spill" in changes else space.with_disk(budgets_of(question.hardware, question.request))
+    disk = space if "spill" in changes else space.with_disk(budgets_of(question))
     found = every_family(disk, question.request, device_bytes or 0)
     return least_device(found).device_bytes if device_bytes is None else least_host(found)
 
@@ -191,7 +189,7 @@ def least_host_bytes(question: Question) -> int:
     request = question.request
     if request.placement != "auto" or request.search != "optimal" or not request.overlap:
         return 0
-    space, budgets = space_of(question), budgets_of(question.hardware, request)
+    space, budgets = space_of(question), budgets_of(question)
     some = families(space, replace(budgets, host_bytes=LARGEST_BYTES), space.sizes(outsized=True))
     return least_host(some, PREFETCH_DEPTH)
 
@@ -212,8 +210,8 @@ def _moments_instead(question: Question, budgets: Budgets) -> MomentKind | None:
 
 def lacks_memory(question: Question) -> bool:
     """Whether weights and states exceed all memory together, whatever a batch takes."""
-    budgets = budgets_of(question.hardware, question.request)
-    return bool(lacks_room(question.trace, setting_for(*question), budgets))
+    budgets = budgets_of(question)
+    return bool(lacks_room(question.trace, setting_for(question), budgets))
 
 
 def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
@@ -224,8 +222,7 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
         question: its trace has passes of the size that is asked for.
         sizes: of chunks; by default all that a search tries first.
     """
-    (_, hardware, request), space = question, space_of(question)
-    budgets = budgets_of(hardware, request)
+    request, space, budgets = question.request, space_of(question), budgets_of(question)
     if is_ruled_out(space.trace, space.setting, budgets):
         return []
     tried = sizes or space.tiers(request)[0]()
@@ -248,8 +245,9 @@ def least_need(question: Question) -> MemoryNeed:
     return family.model.need(family.placement, family.fewest[min(PREFETCH_DEPTH, len(family.fewest) - 1)])
 
 
-def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
-    """The budgets of a request, that of the disk included."""
+def budgets_of(question: Question) -> Budgets:
+    """The budgets of a question, that of the disk included."""
+    hardware, request = question.hardware, question.request
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 
@@ -354,9 +352,10 @@ def simple_plan(
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
     limits: dict[str, Any] = {} if request.device_memory is not None else {"device_memory": LARGEST_BYTES}
     limits |= {} if request.gives_host else {"host_budget": LARGEST_BYTES}
-    matrices = setting_for(trace, hardware, request).matrices  # a pass does not say what an embedding looks up
-    trace = pass_trace(trace, request.sizes[-1])
-    setting = replace(setting_for(trace, hardware, request), matrices=matrices)
+    asked = Question(trace, hardware, request)
+    matrices = setting_for(asked).matrices  # a pass does not say what an embedding looks up
+    asked = asked._replace(trace=pass_trace(trace, request.sizes[-1]))
+    setting = replace(setting_for(asked), matrices=matrices)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))
@@ -371,7 +370,7 @@ def simple_plan(
         blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
         return space, weigh(family.model, family.placement, blocks, depth, space.cost)
 
-    ways = [way(each) for each in with_units_as_one(Question(trace, hardware, request))]
+    ways = [way(each) for each in with_units_as_one(asked)]
     space, candidate = next((each for each in ways if _fits(each[1], budgets)), ways[-1])
     possible, nearest = _scenarios(space, request), list[int]()
 
@@ -380,7 +379,7 @@ def simple_plan(
             return None
         return to_plan(space, judge_updates(space, budgets, candidate, possible), budgets, request)
 
-    made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
+    made = _in_machine(within, budgets, asked, nearest)
     if made is None:
         if nearest:
             budgets = replace(budgets, host_bytes=0, other_bytes=min(nearest) - candidate.need.host_bytes)
@@ -423,12 +422,13 @@ def _fits(candidate: Candidate, budgets: Budgets) -> bool:
     return need.device_bytes <= budgets.device_bytes and need.host_bytes <= budgets.host_bytes
 
 
-def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Setting:
+def setting_for(question: Question) -> Setting:
     """The request as it concerns this step on this machine; with replicas to be chosen, in one, which needs least.
 
     Raises:
         InputError, InputTypeError: they do not go together.
     """
+    trace, hardware, request = question
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     matrices = _matrices(trace, request)

@@ -223,7 +223,7 @@ class _Variants:
         """The fastest ways by what compute and the links take, wherever chunks are."""
         nothing = self._kept.filled(0)
         question = Question(nothing, self._hardware, self._request)
-        budgets, need = budgets_of(self._hardware, self._request), least_need(question)
+        budgets, need = budgets_of(question), least_need(question)
         spare = budgets.device_bytes - need.device_bytes, budgets.host_bytes - need.host_bytes
         ways = self._units.ways(*spare, float(self._rates.accesses_s(nothing).sum()))
         for way in sorted(ways, key=lambda way: (way.step_s, way.whole, way.inputs))[:MOST_WAYS]:

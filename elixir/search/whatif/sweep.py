@@ -372,7 +372,7 @@ def try_out(
         known["seq"] = trace.step.seq
         _check_room(trace, hardware, request, budgets)
         question = Question(trace, hardware, replace(found, activations=None))
-        answer = traces.exact(Answer(plan_or_shortage(*question), question), model, batch)
+        answer = traces.exact(Answer(plan_or_shortage(question), question), model, batch)
         plan, step = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
     except ElixirError as error:
         if isinstance(error, PlanError) and budgets.device_slack_bytes:
@@ -428,7 +428,7 @@ def _check_network(hardware: HardwareProfile, world_size: int) -> None:
 
 def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
     """Refuses what cannot fit however it is placed, before a search that would take seconds to say so."""
-    needed, there = room(trace, setting_for(trace, hardware, request), budgets)
+    needed, there = room(trace, setting_for(Question(trace, hardware, request)), budgets)
     if needed > there:
         raise PlanError(
             f"{trace.model_name}: weights and optimizer states exceed device and host memory"

@@ -30,7 +30,7 @@ def answer() -> Answer:
     trace = replace(trace, step=replace(trace.step, checkpoint="non-reentrant"))
     options["pass_size"] = "auto"
     question = Question(trace, machine, SearchRequest.of(options.pop("asked"), **options))
-    found = Answer(plan_or_shortage(*question), question)
+    found = Answer(plan_or_shortage(question), question)
     assert found.plan.step.swap_bytes > 0 == trace.step.swap_bytes
     assert found.plan.pass_size > 1
     return found
