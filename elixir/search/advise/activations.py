@@ -21,6 +21,7 @@ from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
 from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
+from elixir.search.propose.family import spread
 from elixir.search.propose.variants import WORTHWHILE
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
@@ -207,13 +208,13 @@ class _Variants:
 
     def _look_at_fillings(self) -> None:
         """Looks from nothing to everything, then again and again next to the fastest."""
-        counts = _spread(0, len(self._kept.changes))
+        counts = spread(0, len(self._kept.changes), LOOKS + 1).tolist()
         for _ in range(ROUNDS):
             for count in reversed(counts):
                 self._look(self._filling(count))
             best = min(counts, key=lambda count: (self._floor_s(self._filling(count)), -count))
             at = counts.index(best)
-            counts = _spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)])
+            counts = spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)], LOOKS + 1).tolist()
 
     def _filling(self, count: int) -> Own:
         """The choice with so many of the changes."""
@@ -240,11 +241,6 @@ class _Variants:
         if floors and not self._sizes:
             self._sizes = tuple(dict.fromkeys(size for _, size in floors))[:PACKINGS]
         self._floors[own] = floors[0][0] if floors else math.inf, trace
-
-
-def _spread(low: int, high: int) -> list[int]:
-    """Numbers from `low` to `high`, evenly."""
-    return sorted({round(low + (high - low) * part / LOOKS) for part in range(LOOKS + 1)})
 
 
 def _planned_s(question: Question) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import PRODUCTS, RateFit, plainer_keys
+from elixir.hardware.rate_fit import PRODUCTS, plainer_keys
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, matrix_flops
 from elixir.search.problem.placement import Floats, Setting
 from elixir.step_trace import Operation, StepTrace
@@ -101,6 +101,10 @@ class Line:
     def shared(self, users: int) -> Line:
         """The rate that one of `users` gets if they work at the same time."""
         return replace(self, per_s=self.per_s / users)
+
+    def faster(self, factor: float) -> Line:
+        """So many times the rate."""
+        return replace(self, per_s=factor * self.per_s)
 
     def at_most(self, per_s: float) -> Line:
         """No faster than `per_s`."""
@@ -217,7 +221,7 @@ class Rates:
         self.fetch_slowdown = self._both("host_to_device", wanted_per_s / host_memory)
         self.offload_slowdown = self._both("device_to_host", wanted_per_s / host_memory)
         self.host_adam = self._host_adam()
-        self.device_adam = self._device_adam()
+        self.device_adam = self._adam("device_adam{}")
         self._line(f"matmul.{dtype}.square")  # refuses a dtype without FLOP/s before any work
         self.device_memory = self._line(f"elementwise.{dtype}")
         self.host_memory = Line(0.0, host_memory)
@@ -310,7 +314,7 @@ class Rates:
         family, dtype, *_ = key.split(".")
         if key.endswith(".unaligned") and key not in hardware.fits and dtype in HALVES and self._on_hopper:
             aligned = self._sustained(f"{family}.{dtype}.square")
-            return replace(aligned, per_s=UNALIGNED_SHARE * aligned.per_s)
+            return aligned.faster(UNALIGNED_SHARE)
         if any(name in hardware.fits for name in (key, *plainer_keys(key))):
             return self._line(key)
         if family in PRODUCTS:
@@ -404,22 +408,26 @@ class Rates:
         measured = 1.0 if alone is None or both is None else alone.per_s / both.per_s
         return max(1.0, measured, of_host_memory)
 
-    def _device_adam(self) -> Line:
-        measured = self._hardware.fits.get("device_adam.bfloat16") if self._moments == "bfloat16" else None
-        if measured is not None:
-            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["bfloat16"]
-            return Line(measured.latency_s, measured.per_s * share)
-        line = self._line("device_adam")
-        return replace(line, per_s=line.per_s * adam_share(self._moments))
+    def _adam(self, key: str) -> Line:
+        """Adam with moments of this kind: as measured, otherwise made of the rate for float32.
+
+        Args:
+            key: of the fits, with a place for the dtype of the moments, such as ``device_adam{}``.
+        """
+        kind, fits = self._moments, self._hardware.fits
+        if kind == "bfloat16" and key.format(".bfloat16") in fits:
+            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
+            return self._line(key.format(".bfloat16")).faster(share)
+        return self._line(key.format("")).faster(adam_share(kind))
 
     def _host_adam(self) -> Line:
         """The rate at the number of threads that the runtime gives it (`elixir.hardware.host_share`), if known."""
-        alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
+        alone, together = self._host_adam_lines(""), self._host_adam_lines(".all_ranks") if self._ranks > 1 else {}
         cores = max(alone, default=0)  # all that the machine's ranks may use
         threads = adam_threads(cores, self._ranks, 0 if self.ahead else cores // self._ranks)
         if not alone and not together:
-            fit, share = self._hardware.rate("host_adam"), adam_share(self._moments)
-            plain = Line(fit.latency_s, fit.per_s * share)
+            share = adam_share(self._moments)
+            plain = self._line("host_adam").faster(share)
             return self._among_ranks("host_adam", plain, plain.shared(self._ranks), share)
         # What all cores together get out of memory is what ranks share, whatever each could do alone.
         most_per_s = max((fit.per_s for fit in alone.values()), default=math.inf) / self._ranks
@@ -431,23 +439,12 @@ class Rates:
             threads = self.host_threads = enough_threads(lambda count: line(count).per_s, threads)
         return line(threads)
 
-    def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
-        """Fits by number of threads, for moments of this kind: as measured, otherwise made of those for float32."""
-        matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
-        return {
-            int(match[1]): self._host_adam_fit(int(match[1]), ending)
-            for key, match in matches.items()
-            if match is not None and match[2] == ending
-        }
-
-    def _host_adam_fit(self, threads: int, ending: str) -> RateFit:
-        fits, kind = self._hardware.fits, self._moments
-        fit, share = fits[f"host_adam.{threads}{ending}"], adam_share(kind)
-        measured = fits.get(f"host_adam.{threads}.bfloat16{ending}") if kind == "bfloat16" else None
-        if measured is not None:
-            fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
-        per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
-        return RateFit(fit.latency_s, per_s, fit.error)
+    def _host_adam_lines(self, ending: str) -> dict[int, Line]:
+        """Rates by number of threads."""
+        per_thread = ARITHMETIC_NUMEL_PER_S.get(self._moments, math.inf)
+        matches = [_HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)]
+        threads = [int(match[1]) for match in matches if match is not None and match[2] == ending]
+        return {count: self._adam(f"host_adam.{count}{{}}{ending}").at_most(count * per_thread) for count in threads}
 
 
 def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
@@ -456,7 +453,7 @@ def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
     return np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
 
 
-def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:
+def _by_threads(fits: Mapping[int, Line], threads: int) -> Line:
     """The fit of so many threads; between two that were measured on a straight line, never beyond them."""
     known = sorted(fits)
     per_s, latency_s = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -176,10 +177,7 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
             check_count(f"a {name}", value)
     cases = [
         _Case(model, batch, hardware, count, f"{model}, batch {batch}, {count} x {hardware.name}")
-        for model in models
-        for batch in batches
-        for hardware in profiles
-        for count in world_sizes
+        for model, batch, hardware, count in product(models, batches, profiles, world_sizes)
     ]
     return _tried(cases, request, step, lambda rows: [row for _, row in rows], progress, each)
 
