@@ -52,16 +52,8 @@ from elixir.search.problem.placement import (
 )
 from elixir.units import dtype_bytes
 
-_ONLY_SOME = (
-    "new_states",
-    "state_window",
-    "file_window",
-    "staging",
-    "matrix_staging",
-    "activations",
-    "swapped_activations",
-)
-"""Parts of host memory that a plan names only if it needs them."""
+_ALWAYS = ("weights", "optimizer_states", "gradients")
+"""Parts of host memory that a plan names even if it does not need them."""
 _PASSING = "passing"
 """Part of gradients: buffers through which they come to be added up."""
 CHECKPOINT_CHUNKS = 2
@@ -334,7 +326,7 @@ class MemoryModel:
         parts["gradients"] += parts.pop(_PASSING, 0)
         parts |= {"activations": trace.host_peak_bytes, "swapped_activations": trace.step.swap_bytes}
         ranks = self.setting.ranks_per_host
-        return {name: ranks * amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
+        return {name: ranks * amount for name, amount in parts.items() if amount or name in _ALWAYS}
 
     # --- device -------------------------------------------------------------------------------------------------------
 
