@@ -55,13 +55,13 @@ def plan_or_shortage(question: Question, *, moves: bool = True) -> Plan:
     (trace, _, request), budgets = question, budgets_of(question)
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
-    found = _planned(question, budgets, moves=moves, say=True)
-    plan, least = found.plan, found.least
-    if plan is None and found.nearest_bytes is not None:
+    plan, least, nearest_bytes = _planned(question, budgets, moves=moves)
+    _say(question, budgets)
+    if plan is None and nearest_bytes is not None:
         raise PlanError(
             f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
             "free there",
-            needed_bytes=found.nearest_bytes,
+            needed_bytes=nearest_bytes,
             available_bytes=budgets.given_host_bytes,
         )
     if plan is None:
@@ -100,16 +100,10 @@ class _Found(NamedTuple):
 
 
 @garbage_collection_paused()
-def _planned(
-    question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True, say: bool = False
-) -> _Found:
-    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits otherwise.
-
-    `say`, the log has what is not known of the network, and what is kept back.
-    """
+def _planned(question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True) -> _Found:
+    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits
+    otherwise."""
     asked, setting = variants(question, moves=moves and not briefly), setting_for(question)
-    if say:
-        _say(question, setting, budgets)
     # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
     spaces = [[space_of(way, matrices=setting.matrices) for way in with_units_as_one(each)] for each in asked]
     requests = [each.request for each in asked]
@@ -130,8 +124,10 @@ def _planned(
     return _Found(plan, spaces[0][-1], min(nearest, default=None))
 
 
-def _say(question: Question, setting: Setting, budgets: Budgets) -> None:
-    say_if_network_unknown(question.hardware, setting.world_size, setting.ranks_per_host)
+def _say(question: Question, budgets: Budgets) -> None:
+    """The log has what is not known of the network, and what is kept back."""
+    ranks = question.request.world_size
+    say_if_network_unknown(question.hardware, ranks, question.hardware.ranks_per_host(ranks))
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
             "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
@@ -284,10 +280,9 @@ class _Way:
     @cached_property
     def plan(self) -> Plan | None:
         """The plan; None where nothing fits."""
-        if self._found is None:
-            return None
-        outcome = self._found.find(sure=self.request.assume != "nominal")
-        return to_plan(self._found.space, outcome, self.budgets, self.request)
+        search = self._found
+        outcome = None if search is None else search.find(sure=self.request.assume != "nominal")
+        return None if search is None or outcome is None else to_plan(search.space, outcome, self.budgets, self.request)
 
     @cached_property
     def _found(self) -> ShapeSearch | None:

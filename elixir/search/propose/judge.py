@@ -39,8 +39,7 @@ stepped on the host were to save 1.7 %, their step took four times as long as it
 class Outcome:
     """The result of a search."""
 
-    best: Candidate | None
-    """None where nothing fits."""
+    best: Candidate
     fastest_s: float | None = None
     """Seconds of the fastest step there is, at the nominal rates."""
     judgements: tuple[Judgement, ...] = ()
@@ -85,7 +84,8 @@ class Judge:
         """All that were simulated in any scenario."""
         self.simulations = 0
         self._seconds: dict[Key, dict[Scenario, float]] = {}
-        self._best_s = dict.fromkeys(self.scenarios, math.inf)
+        self.best_s = dict.fromkeys(self.scenarios, math.inf)
+        """The least seconds that are known, by scenario."""
         self._best: dict[Scenario, Candidate] = {}
         self._bounds: dict[tuple[Key, tuple[Scenario, ...]], Floats] = {}
         self._floors: dict[tuple[int, tuple[Scenario, ...]], Floors] = {}
@@ -105,13 +105,9 @@ class Judge:
             self.simulations += 1
             found = known[scenario] = max(candidate.seconds_by(self.spaces[scenario].cost)["total"], LEAST_S)
             for each in self.scenarios:
-                if self._as_seen(each, early=early) == scenario and found < self._best_s[each]:
-                    self._best_s[each], self._best[each] = found, candidate
+                if self._as_seen(each, early=early) == scenario and found < self.best_s[each]:
+                    self.best_s[each], self._best[each] = found, candidate
         return known[scenario]
-
-    def best_s(self, scenario: Scenario) -> float:
-        """The least seconds that are known."""
-        return self._best_s[scenario]
 
     # --- floors -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class Judge:
     @property
     def known(self) -> Aim:
         """All scenarios with the least seconds that are known: one more than a worst regret is a score for them."""
-        return dict(self._best_s)
+        return dict(self.best_s)
 
     def score(self, candidate: Candidate, aim: Aim, most: float = math.inf) -> float:
         """The largest ratio of seconds to those of an aim; infinite as soon as it is above `most`."""
@@ -222,7 +218,7 @@ class Judge:
     def fastest(self, simulations: int = 0) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift; `simulations` at most tell more of
         the pool."""
-        pool, best_s = self.fitting, self.best_s(self.nominal)
+        pool, best_s = self.fitting, self.best_s[self.nominal]
         bounds = self._least(pool, (self.nominal,))[:, 0].tolist()
         for bound, it in sorted(zip(bounds, pool, strict=True), key=itemgetter(0))[:simulations]:
             if bound < best_s * (1 - LITTLE):
@@ -256,7 +252,7 @@ class Judge:
         if len(self.scenarios) == 1:
             return ()
         seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
-        return tuple(Judgement(each, step_s, self._best_s[each]) for each, step_s in seconds)
+        return tuple(Judgement(each, step_s, self.best_s[each]) for each, step_s in seconds)
 
     def regret_if_known(self, candidate: Candidate) -> dict[str, float]:
         """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`: that of a
@@ -271,13 +267,13 @@ class Judge:
         return found
 
     def _worst(self, candidate: Candidate, among: Sequence[Scenario]) -> float:
-        return max(self.seconds(candidate, each) / self._best_s[each] - 1 for each in among)
+        return max(self.seconds(candidate, each) / self.best_s[each] - 1 for each in among)
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """The candidate as the result of a search."""
         judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
         best = replace(candidate, cost=self.spaces[self.nominal].cost)
-        return Outcome(best, self.best_s(self.nominal), judgements, known)
+        return Outcome(best, self.best_s[self.nominal], judgements, known)
 
 
 def _needs(candidate: Candidate) -> tuple[int, int]:

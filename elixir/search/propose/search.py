@@ -94,14 +94,15 @@ class ShapeSearch:
         self._shapes: dict[Key, Shape] = {}
         self._weighed: dict[tuple[MemoryModel, Placement, int, int, float, int], Candidate | None] = {}
 
-    def find(self, *, sure: bool = True) -> Outcome:
-        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
+    def find(self, *, sure: bool = True) -> Outcome | None:
+        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`. None where
+        nothing fits.
 
         In other scenarios it looks at fewer packings: that of the fastest plan, and those with small nominal floors.
         """
         judge = self.judge
         if self.fastest_s == math.inf:
-            return Outcome(None)
+            return None
         if self._on_cores:
             return judge.outcome(judge.fastest())
         best = judge.fastest()
@@ -124,7 +125,7 @@ class ShapeSearch:
         if not self._on_cores:
             self._approach({self._nominal: 1.0}, self._looked, GAP, self._work)
             self._look_at_all_of_few()
-        return self.judge.best_s(self._nominal)
+        return self.judge.best_s[self._nominal]
 
     @cached_property
     def _looked(self) -> list[tuple[float, Shape]]:
@@ -399,7 +400,7 @@ class ShapeSearch:
             codes, blocks = codes[fits], blocks[fits]
             floors = self.judge.floors(family.model, (at,), codes, blocks, early=self._early, prefetch=True)[0]
             for row in np.argsort(floors.round(DECIMALS), kind="stable").tolist():
-                if floors[row] >= self.judge.best_s(at) * (1 + 1e-9) or left <= 0:
+                if floors[row] >= self.judge.best_s[at] * (1 + 1e-9) or left <= 0:
                     break
                 streamed = bool((~RESIDENT[codes[row]]).any())
                 for depth in range(len(family.fewest)) if streamed else (0,):
@@ -495,6 +496,6 @@ def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenar
         early = space.cost.early_chunks(model, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
         if early:
             judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
-    if asked and judge.best_s(judge.nominal) < plain_s:
+    if asked and judge.best_s[judge.nominal] < plain_s:
         judge.forget(plain)
     return judge.outcome(judge.surest())

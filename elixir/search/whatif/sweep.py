@@ -34,7 +34,7 @@ from elixir.units import dtype_name, parse_bytes
 
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
 
-Outcome = TypeVar("Outcome")
+Collected = TypeVar("Collected")
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
 """The options for every machine, unless the caller gives others."""
 STEP_ON_PAPER = StepQuestion(dtype="bf16")
@@ -241,10 +241,10 @@ def _tried(
     cases: Sequence[_Case],
     request: SearchRequest,
     step: StepQuestion,
-    outcome: Callable[[list[tuple[_Case, SweepRow]]], Outcome],
+    outcome: Callable[[list[tuple[_Case, SweepRow]]], Collected],
     progress: Progress | None,
     each: Callable[[SweepRow], None] | None,
-) -> Outcome:
+) -> Collected:
     """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
     traces, rows, errors = Traces(step), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
     for done, case in enumerate(cases):
