@@ -52,9 +52,10 @@ PREFETCH_DEPTH = 1
 def plan_or_shortage(question: Question, *, moves: bool = True) -> Plan:
     """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing. With `moves`, layers of a
     pass may have their inputs on the host."""
-    (trace, _, request), budgets = question, budgets_of(question)
+    trace, _, request = question
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
+    budgets = budgets_of(question)
     plan, least, nearest_bytes = _planned(question, budgets, moves=moves)
     _say(question, budgets)
     if plan is None and nearest_bytes is not None:
