@@ -83,7 +83,7 @@ class Program:
             for forward in (True, False)
         ]
         for index, param in enumerate(self.trace.parameters):
-            stretch = None if param.grad_access is None else facts.stretch(param.grad_access)
+            stretch = None if param.grad_access is None else facts.stretch_of[param.grad_access]
             alone = index if index in large else None
             used = tuple(index in some for some in reads)
             groups.setdefault((stretch, param.dtype, param.trainable, used, alone), []).append(index)

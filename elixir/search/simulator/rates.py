@@ -103,7 +103,7 @@ class Line:
         return replace(self, per_s=self.per_s / users)
 
     def faster(self, factor: float) -> Line:
-        """So many times the rate."""
+        """The line whose rate is so many times as high."""
         return replace(self, per_s=factor * self.per_s)
 
     def at_most(self, per_s: float) -> Line:
