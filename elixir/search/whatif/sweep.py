@@ -176,10 +176,15 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
         for value in values:
             check_count(f"a {name}", value)
     cases = [
-        _Case(model, batch, hardware, count, f"{model}, batch {batch}, {count} x {hardware.name}")
+        _Case(
+            replace(step, model=model, batch=batch),
+            hardware,
+            count,
+            f"{model}, batch {batch}, {count} x {hardware.name}",
+        )
         for model, batch, hardware, count in product(models, batches, profiles, world_sizes)
     ]
-    return _tried(cases, request, step, lambda rows: [row for _, row in rows], progress, each)
+    return _tried(cases, request, lambda rows: [row for _, row in rows], progress, each)
 
 
 def fit(  # noqa: PLR0913 - as `sweep`
@@ -215,21 +220,20 @@ def fit(  # noqa: PLR0913 - as `sweep`
     for count in counts or ():
         check_count("a count", count)
     cases = [
-        _Case(model, batch, hardware, count, f"{model} on {count} x {hardware.name}", machine=place)
+        _Case(replace(step, model=model, batch=batch), hardware, count, f"{model} on {count} x {hardware.name}", place)
         for place, hardware in enumerate(profiles)
         for count in (doublings(hardware.devices_per_host) if counts is None else sorted(dict.fromkeys(counts)))
     ]
     if not cases:
         raise InputError("no machine to try: give at least one")
     cases.sort(key=lambda case: (case.hardware.device_memory_bytes * case.world_size, case.world_size, case.machine))
-    return _tried(cases, request, step, _fit_of, progress, each)
+    return _tried(cases, request, _fit_of, progress, each)
 
 
 class _Case(NamedTuple):
     """One combination, and how it is called."""
 
-    model: str
-    batch: int
+    step: StepQuestion
     hardware: HardwareProfile
     world_size: int
     text: str
@@ -240,21 +244,19 @@ class _Case(NamedTuple):
 def _tried(
     cases: Sequence[_Case],
     request: SearchRequest,
-    step: StepQuestion,
     outcome: Callable[[list[tuple[_Case, SweepRow]]], Collected],
     progress: Progress | None,
     each: Callable[[SweepRow], None] | None,
 ) -> Collected:
     """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
-    traces, rows, errors = Traces(step), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
+    traces, rows, errors = Traces(), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
     for done, case in enumerate(cases):
         if any(row.fits and case.machine is not None and case.machine == other.machine for other, row in rows):
             continue
         if progress is not None:
             progress(case.text, done, len(cases))
         try:
-            asked = replace(request, world_size=case.world_size)
-            row, error = try_out(traces, asked, case.model, case.batch, case.hardware)
+            row, error = try_out(traces, replace(request, world_size=case.world_size), case)
         except KeyboardInterrupt:
             if not rows:
                 raise
@@ -295,15 +297,14 @@ def doublings(most: int) -> tuple[int, ...]:
 class Traces:
     """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
 
-    step: StepQuestion
-    _models: dict[str, nn.Module] = field(default_factory=dict)
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    """Those that were built for traces, by name; at most one."""
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
     _kinds: dict[tuple[object, ...], dict[Any, Any]] = field(default_factory=dict)
 
-    def get(self, model: str, batch: int, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
+    def get(self, step: StepQuestion, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
         """The step of one combination, with activations that are chosen for it if the request says so."""
-        step = replace(self.step, model=model, batch=batch)
-        key = (model, batch, hardware.device_kind, hardware.compute_capability)
+        key = (step.model, step.batch, hardware.device_kind, hardware.compute_capability)
         if key not in self._known:
             try:
                 built = self._built(step)
@@ -320,17 +321,12 @@ class Traces:
             else trace_that_keeps(step, hardware, request, self._built(step), found, self._kinds[key])
         )
 
-    def exact(self, answer: Answer, model: str, batch: int) -> Answer:
-        """The answer with the bytes of what it moves."""
-        step = replace(self.step, model=model, batch=batch)
-        return with_exact_moves(answer, step, self._models.get(model))
-
     def _built(self, step: StepQuestion) -> nn.Module:
         model = str(step.model)
-        if model not in self._models:
-            self._models.clear()  # models come one after the other, and some configs make large ones
-            self._models[model] = step.build()
-        return self._models[model]
+        if model not in self.models:
+            self.models.clear()  # models come one after the other, and some configs make large ones
+            self.models[model] = step.build()
+        return self.models[model]
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -341,20 +337,19 @@ def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budge
     return resolve_budgets(hardware, request, unknown_host_bytes=unknown, on_paper=True)
 
 
-def try_out(
-    traces: Traces, request: SearchRequest, model: str, batch: int, hardware: HardwareProfile
-) -> tuple[SweepRow, ElixirError | None]:
+def try_out(traces: Traces, request: SearchRequest, case: _Case) -> tuple[SweepRow, ElixirError | None]:
     """The row of one combination, and what stood in its way."""
+    step, hardware = case.step, case.hardware
     disk_bytes = 0 if request.disk_memory is None else parse_bytes(request.disk_memory)
     budgets = replace(budgets_on_paper(hardware, request), disk_bytes=disk_bytes)
-    dtype, world_size = traces.step.torch_dtype, request.world_size
+    dtype, world_size = step.torch_dtype, request.world_size
     known: dict[str, Any] = {
-        "model": model,
+        "model": step.model,
         "machine": hardware.name,
         "world_size": world_size,
-        "batch": batch,
+        "batch": step.batch,
         "accumulation": request.accumulation,
-        "seq": traces.step.seq,
+        "seq": step.seq,
         "dtype": "as built" if dtype is None else dtype_name(dtype),
         "device_budget_bytes": budgets.device_bytes,
         "host_budget_bytes": budgets.host_bytes,
@@ -365,22 +360,23 @@ def try_out(
         found = replace(request, device_memory=budgets.device_bytes, device_reserve=None, host_reserve=None)
         if budgets.machine_bytes is None:
             found = replace(found, host_memory=None, host_budget=budgets.host_bytes)
-        trace = traces.get(model, batch, hardware, found)
-        known["model"], known["batch"] = trace.model_name, trace.step.samples or batch
+        trace = traces.get(step, hardware, found)
+        known["model"], known["batch"] = trace.model_name, trace.step.samples or step.batch
         known["seq"] = trace.step.seq
         _check_room(trace, hardware, request, budgets)
         question = Question(trace, hardware, replace(found, activations=None))
-        answer = traces.exact(Answer(plan_or_shortage(question), question), model, batch)
-        plan, step = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
+        answer = Answer(plan_or_shortage(question), question)
+        answer = with_exact_moves(answer, step, traces.models.get(str(step.model)))
+        plan, simulated = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
     except ElixirError as error:
         if isinstance(error, PlanError) and budgets.device_slack_bytes:
             full = replace(request, device_memory=budgets.with_slack().device_bytes, device_reserve=None)
-            row, problem = try_out(traces, full, model, batch, hardware)
+            row, problem = try_out(traces, full, case)
             if problem is None:
                 return row, None
         return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
     known["ranks_per_host"] = hardware.ranks_per_host(world_size)
-    return SweepRow(**known, fits=True, reason="", **_measures(plan, step, known["batch"], hardware)), None
+    return SweepRow(**known, fits=True, reason="", **_measures(plan, simulated, known["batch"], hardware)), None
 
 
 def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProfile) -> dict[str, Any]:
