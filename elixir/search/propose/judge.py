@@ -247,13 +247,6 @@ class Judge:
                 return best
         return surest  # if what was simulated since makes all others, and it, less sure
 
-    def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
-        """Seconds of a candidate in each scenario, with the least that are known there; none for one scenario."""
-        if len(self.scenarios) == 1:
-            return ()
-        seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
-        return tuple(Judgement(each, step_s, self.best_s[each]) for each, step_s in seconds)
-
     def regret_if_known(self, candidate: Candidate) -> dict[str, float]:
         """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`: that of a
         candidate, or of one of those that are best in a scenario."""
@@ -271,7 +264,10 @@ class Judge:
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """The candidate as the result of a search."""
-        judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
+        several = self.scenarios if len(self.scenarios) > 1 else ()
+        seconds = [(each, self.seconds(candidate, each)) for each in several]
+        judgements = tuple(Judgement(each, step_s, self.best_s[each]) for each, step_s in seconds)
+        known = self.regret_if_known(candidate)
         best = replace(candidate, cost=self.spaces[self.nominal].cost)
         return Outcome(best, self.best_s[self.nominal], judgements, known)
 
