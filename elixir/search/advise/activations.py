@@ -19,7 +19,6 @@ from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
-from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
 from elixir.search.propose.family import spread
 from elixir.search.propose.variants import WORTHWHILE
@@ -229,14 +228,13 @@ class _Variants:
         ways = self._units.ways(*spare, float(self._rates.accesses_s(nothing).sum()))
         for way in sorted(ways, key=lambda way: (way.step_s, way.whole, way.inputs))[:MOST_WAYS]:
             if self._request.accumulation * way.step_s < min(floor_s for floor_s, _ in self._floors.values()):
-                self._look(self._units.activations(way), self._units.trace(way))
+                self._look(self._units.activations(way))
 
-    def _look(self, own: Own, trace: StepTrace | None = None) -> None:
+    def _look(self, own: Own) -> None:
         """Works out the floor of a choice."""
         if own in self._floors:
             return
-        if trace is None:
-            trace = self._whole if own is None else kept_trace(self._whole, own)
+        trace = self._whole if own is None else self._units.trace(own)
         floors = packing_floors(Question(trace, self._hardware, self._request), self._sizes)
         if floors and not self._sizes:
             self._sizes = tuple(dict.fromkeys(size for _, size in floors))[:PACKINGS]

@@ -183,9 +183,9 @@ class SwappedUnits:
                 found.append(each)
         return tuple(found)
 
-    def trace(self, swaps: Swaps) -> StepTrace:
-        """The step, as it is predicted."""
-        return swapped_trace(kept_trace(self._kept.trace, self.activations(swaps)), self._step)
+    def trace(self, activations: tuple[UnitActivations, ...]) -> StepTrace:
+        """The step with some activations of its units, as it is predicted."""
+        return swapped_trace(kept_trace(self._kept.trace, activations), self._step)
 
     def ways(self, spare_bytes: int, host_bytes: int, compute_s: float) -> Iterator[Swaps]:
         """Ways for which the host has room, each with the largest filling for which the device has.
