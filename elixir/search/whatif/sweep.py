@@ -298,7 +298,7 @@ class Traces:
     """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
 
     models: dict[str, nn.Module] = field(default_factory=dict)
-    """Those that were built for traces, by name; at most one."""
+    """Models that were built for traces, by name; at most one."""
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
     _kinds: dict[tuple[object, ...], dict[Any, Any]] = field(default_factory=dict)
 
