@@ -36,8 +36,8 @@ from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.early_updates import can_step
 from elixir.search.simulator.rates import Rates, main_dtype
+from elixir.search.simulator.simulated_cost import can_step
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer.trace import trace_step

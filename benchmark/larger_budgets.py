@@ -25,6 +25,7 @@ from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.situations import Situation, trace
 from elixir.errors import PlanError
 from elixir.search.planner import plan_or_shortage
+from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.units import GIB
 
@@ -69,7 +70,7 @@ def plans(it: Situation, every: int) -> list[Found]:
         host_bytes = int(per_device * hardware.device_memory_bytes) * it.ranks
         asked = SearchRequest.of(it.ranks, device_memory=device_bytes, host_budget=host_bytes, assume="nominal")
         try:
-            seconds = plan_or_shortage(step, hardware, asked).predicted
+            seconds = plan_or_shortage(Question(step, hardware, asked)).predicted
         except PlanError:
             continue
         found.append(Found(device_bytes, host_bytes, seconds.fastest_s or seconds.step_s, seconds.step_s))

@@ -88,7 +88,8 @@ def exhaustive(instances: int) -> Iterator[Row]:
             return
         search = small_search(seed)
         started = time.process_time()
-        step_s = ShapeSearch(search.space, search.budgets, search.sizes, (Scenario(),)).find().fastest_s
+        outcome = ShapeSearch(search.space, search.budgets, search.sizes, (Scenario(),)).find()
+        step_s = None if outcome is None else outcome.fastest_s
         between = time.process_time()
         best = best_of_all(search, skip=True)
         ended = time.process_time()

@@ -18,9 +18,8 @@ import io
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -55,8 +54,8 @@ def question(case: str) -> Question:
 
     found: list[Question] = []
 
-    def ask(*asked: Any, **_: object) -> NoReturn:
-        found.append(Question(*asked))
+    def ask(asked: Question, **_: object) -> NoReturn:
+        found.append(asked)
         raise _Asked
 
     # What kernels allocate differs between processors.
@@ -72,11 +71,7 @@ def question(case: str) -> Question:
 
 def plans(asked: Question) -> dict[str, Plan]:
     """The plan for the rates of the profile, and that for all scenarios."""
-    trace, hardware, request = asked
-    return {
-        "nominal": plan_or_shortage(trace, hardware, replace(request, assume="nominal")),
-        "robust": plan_or_shortage(trace, hardware, request),
-    }
+    return {"nominal": plan_or_shortage(asked.nominal), "robust": plan_or_shortage(asked)}
 
 
 def seconds(made: dict[str, Plan], asked: Question) -> Seconds:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elixir.optimizer_states import MASTER_BYTES, master_bytes
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Floats
+from elixir.search.problem.placement import Floats, Ints
 from elixir.search.propose.sizes import MAX_OUTSIZED, Budgets, SearchSpace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.units import GIB, dtype_bytes
@@ -84,7 +83,7 @@ class Program:
             for forward in (True, False)
         ]
         for index, param in enumerate(self.trace.parameters):
-            stretch = None if param.grad_access is None else facts.stretch(param.grad_access)
+            stretch = None if param.grad_access is None else facts.stretch_of[param.grad_access]
             alone = index if index in large else None
             used = tuple(index in some for some in reads)
             groups.setdefault((stretch, param.dtype, param.trainable, used, alone), []).append(index)

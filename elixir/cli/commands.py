@@ -24,7 +24,7 @@ from elixir.search.batches import BatchChoice
 from elixir.search.question import Question
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.search.searches import profile_for
-from elixir.search.whatif.sweep_row import with_network
+from elixir.search.whatif.sweep import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan

@@ -58,7 +58,7 @@ def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     from elixir.search.whatif.prices import Prices
-    from elixir.search.whatif.sweep_row import SweepRow
+    from elixir.search.whatif.sweep import SweepRow
 
     if not isinstance(artifact, Plan):
         raise InputError("--prices goes with two plans")

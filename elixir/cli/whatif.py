@@ -21,8 +21,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.sweep import SweepInterrupted, fit, sweep
-from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, with_network
+from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE, SweepInterrupted, SweepRow, fit, sweep, with_network
 from elixir.show.explanation_tables import explanation_record, explanation_shown
 from elixir.show.style import FORMATS, RESOURCE_LABELS
 from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame

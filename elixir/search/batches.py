@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
@@ -14,7 +15,7 @@ from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import least_s, plan_or_shortage, planned
-from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
@@ -111,7 +112,7 @@ def search_batches(
     if "accumulation" in options or request.accumulation != 1:
         raise InputError("accumulation follows from samples and the batch; leave it out")
     forms = [checkpoint for checkpoint in checkpoints if checkpoint != "none"]
-    cuts = list(_cuts(samples, checkpoints, micro_batches=micro_batches))
+    cuts = _cuts(samples, checkpoints, micro_batches=micro_batches)
     most = len(cuts)
     if layers and forms:
         most += min(BATCHES_REFINED, len(dict(cuts))) * min(2 * layers.bit_length(), layers + 1)
@@ -168,7 +169,7 @@ class _Way:
         if self.question.trace.step.activations:
             self.question = self.question._replace(trace=self.trace())
         try:
-            answer = Answer(plan_or_shortage(*self.question), self.question)
+            answer = Answer(plan_or_shortage(self.question), self.question)
             self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
         except PlanError as error:
             self.missed = error
@@ -236,15 +237,12 @@ def _refine(floor_s: Callable[[str], float], form: str, layers: int) -> None:
         here = best
 
 
-def _cuts(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> Iterator[tuple[int, str]]:
+def _cuts(samples: int, checkpoints: Sequence[str], *, micro_batches: bool) -> list[tuple[int, str]]:
     """Batch and checkpointing, the largest batch first."""
-    batch = samples
-    while True:
-        for checkpoint in checkpoints:
-            yield batch, checkpoint
-        if not micro_batches or batch % 2:
-            return
-        batch //= 2
+    sizes = [samples]
+    while micro_batches and not sizes[-1] % 2:
+        sizes.append(sizes[-1] // 2)
+    return list(product(sizes, checkpoints))
 
 
 def _check(samples: object, checkpoints: object, layers: object) -> None:

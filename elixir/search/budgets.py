@@ -103,16 +103,12 @@ def resolve_budgets(
     """
     if request.host_memory not in (None, FREE_HERE):
         return _of_machine(hardware, request, on_paper=on_paper)
-    world_size, host_memory, host_reserve = request.world_size, request.host_memory, request.host_reserve
-    device_memory, device_reserve = request.device_memory, request.device_reserve
-    ranks = hardware.ranks_per_host(world_size)
+    ranks = hardware.ranks_per_host(request.world_size)
     on_cpu = hardware.device_kind == "cpu"
-    device = None if device_memory is None else parse_bytes(device_memory)
-    host = None if request.host_budget is None else parse_bytes(request.host_budget)
-    kept_of_device = 0 if device_reserve is None else parse_bytes(device_reserve)
-    kept_of_host = 0 if host_reserve is None else parse_bytes(host_reserve)
+    device, host = _given(request.device_memory), _given(request.host_budget)
+    kept_of_device, kept_of_host = parse_bytes(request.device_reserve or 0), parse_bytes(request.host_reserve or 0)
     here = not on_paper and is_this_machine(hardware)
-    host_here = here or host_memory == FREE_HERE
+    host_here = here or request.host_memory == FREE_HERE
     read: tuple[Literal["device", "host"], ...] = ()
     if device is None and (host_here if on_cpu else here):
         read += ("device",)
@@ -128,7 +124,7 @@ def resolve_budgets(
             whole = unknown_host_bytes
         else:
             whole = _profile_host(hardware)
-        if host_reserve is None:
+        if request.host_reserve is None:
             kept_of_host = default_host_reserve(whole, ranks, hardware.device_kind, here=here)
         kept_of_host += ranks * parse_bytes(request.reserve or 0)
         left = max(whole - kept_of_host, 0)
@@ -143,8 +139,8 @@ def resolve_budgets(
             whole = _left(free, others.device_bytes, "device", others)
         else:
             whole = max(hardware.device_memory_bytes - CUDA_CONTEXT_BYTES, 0)
-        if device_reserve is None:
-            kept_of_device = default_device_reserve(whole, world_size)
+        if request.device_reserve is None:
+            kept_of_device = default_device_reserve(whole, request.world_size)
             slack = min(int(FRAGMENTATION_SHARE * whole), kept_of_device)
         device = max(whole - kept_of_device, 0)
     return Budgets(device, host, 0, kept_of_device, kept_of_host, slack, read)
@@ -249,6 +245,10 @@ def is_this_machine(hardware: HardwareProfile) -> bool:
     if hardware.device_kind == "cpu":
         return hardware.measured_at is not None or hardware.host_memory_bytes is None
     return torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.device_name
+
+
+def _given(size: Size) -> int | None:
+    return None if size is None else parse_bytes(size)
 
 
 def _device_here() -> str:

@@ -26,13 +26,13 @@ from elixir.optimizer_states import (
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.budgets import disk_budget, resolve_budgets
+from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.memory_model import MemoryNeed
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import families
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
-from elixir.search.propose.shortage import every_family, lacks_device, lacks_room, least_device, least_host, shortage
+from elixir.search.propose.shortage import every_family, is_ruled_out, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.variants import fastest, variants, with_units_as_one
 from elixir.search.propose.written_plan import to_plan
@@ -49,21 +49,20 @@ PREFETCH_DEPTH = 1
 """Chunks fetched ahead with overlap: one lets a transfer run during the use before it, and each takes a block."""
 
 
-def plan_or_shortage(
-    trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True
-) -> Plan:
+def plan_or_shortage(question: Question, *, moves: bool = True) -> Plan:
     """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing. With `moves`, layers of a
     pass may have their inputs on the host."""
+    trace, _, request = question
     if request.activations is not None:
         raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
-    question, budgets = Question(trace, hardware, request), budgets_of(hardware, request)
-    found = _planned(question, budgets, moves=moves, say=True)
-    plan, least = found.plan, found.least
-    if plan is None and found.nearest_bytes is not None:
+    budgets = budgets_of(question)
+    plan, least, nearest_bytes = _planned(question, budgets, moves=moves)
+    _say(question, budgets)
+    if plan is None and nearest_bytes is not None:
         raise PlanError(
             f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
             "free there",
-            needed_bytes=found.nearest_bytes,
+            needed_bytes=nearest_bytes,
             available_bytes=budgets.given_host_bytes,
         )
     if plan is None:
@@ -87,7 +86,7 @@ def planned(question: Question, *, briefly: bool = False) -> Plan | None:
     """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
     are tried when nothing else fits."""
     question = question.nominal if briefly else question
-    return _planned(question, budgets_of(question.hardware, question.request), briefly=briefly).plan
+    return _planned(question, budgets_of(question), briefly=briefly).plan
 
 
 class _Found(NamedTuple):
@@ -102,16 +101,10 @@ class _Found(NamedTuple):
 
 
 @garbage_collection_paused()
-def _planned(
-    question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True, say: bool = False
-) -> _Found:
-    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits otherwise.
-
-    `say`, the log has what is not known of the network, and what is kept back.
-    """
-    asked, setting = variants(question, moves=moves and not briefly), setting_for(*question)
-    if say:
-        _say(question, setting, budgets)
+def _planned(question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True) -> _Found:
+    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits
+    otherwise."""
+    asked, setting = variants(question, moves=moves and not briefly), setting_for(question)
     # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
     spaces = [[space_of(way, matrices=setting.matrices) for way in with_units_as_one(each)] for each in asked]
     requests = [each.request for each in asked]
@@ -122,8 +115,9 @@ def _planned(
             _Variant([_Way(space, budgets, request, briefly) for space in each])
             for each, request in zip(spaces, requests, strict=True)
         ]
-        best = fastest(ways, (_Variant.compute_s, _Variant.floor_s, _Variant.nominal_s, _Variant.plan_s))
-        return None if best is None else best.plan
+        looks = _Variant.compute_s, _Variant.floor_s, lambda it: it.chosen.nominal_s(), lambda it: it.chosen.plan_s()
+        best = fastest(ways, looks)
+        return None if best is None else best.chosen.plan
 
     plan = _in_machine(within, budgets, question, nearest)
     if plan is None and budgets.device_slack_bytes:
@@ -131,8 +125,10 @@ def _planned(
     return _Found(plan, spaces[0][-1], min(nearest, default=None))
 
 
-def _say(question: Question, setting: Setting, budgets: Budgets) -> None:
-    say_if_network_unknown(question.hardware, setting.world_size, setting.ranks_per_host)
+def _say(question: Question, budgets: Budgets) -> None:
+    """The log has what is not known of the network, and what is kept back."""
+    ranks = question.request.world_size
+    say_if_network_unknown(question.hardware, ranks, question.hardware.ranks_per_host(ranks))
     if budgets.device_reserve_bytes or budgets.host_reserve_bytes:
         logger.info(
             "%s of a device and %s of the host are kept back for what no plan counts (device_reserve=, host_reserve=)",
@@ -173,14 +169,14 @@ def _with_rest(plan: Plan, rest_bytes: int, hardware: HardwareProfile) -> Plan:
 
 def space_of(question: Question, **changes: Any) -> SearchSpace:
     """The question, ready to be searched; `changes` are fields of its `Setting`."""
-    return SearchSpace(question.trace, question.hardware, replace(setting_for(*question), **changes))
+    return SearchSpace(question.trace, question.hardware, replace(setting_for(question), **changes))
 
 
 def least_bytes(question: Question, device_bytes: int | None, **changes: Any) -> int:
     """The least device memory of any candidate; with a size of device memory, the least host memory of those that fit
     it, and 0 where none does. `changes` are fields of the `Setting`."""
     space = space_of(variants(question, moves=False)[0], **changes)
-    disk = space if "spill" in changes else space.with_disk(budgets_of(question.hardware, question.request))
+    disk = space if "spill" in changes else space.with_disk(budgets_of(question))
     found = every_family(disk, question.request, device_bytes or 0)
     return least_device(found).device_bytes if device_bytes is None else least_host(found)
 
@@ -190,7 +186,7 @@ def least_host_bytes(question: Question) -> int:
     request = question.request
     if request.placement != "auto" or request.search != "optimal" or not request.overlap:
         return 0
-    space, budgets = space_of(question), budgets_of(question.hardware, request)
+    space, budgets = space_of(question), budgets_of(question)
     some = families(space, replace(budgets, host_bytes=LARGEST_BYTES), space.sizes(outsized=True))
     return least_host(some, PREFETCH_DEPTH)
 
@@ -211,8 +207,8 @@ def _moments_instead(question: Question, budgets: Budgets) -> MomentKind | None:
 
 def lacks_memory(question: Question) -> bool:
     """Whether weights and states exceed all memory together, whatever a batch takes."""
-    budgets = budgets_of(question.hardware, question.request)
-    return bool(lacks_room(question.trace, setting_for(*question), budgets))
+    budgets = budgets_of(question)
+    return bool(lacks_room(question.trace, setting_for(question), budgets))
 
 
 def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
@@ -223,9 +219,8 @@ def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[
         question: its trace has passes of the size that is asked for.
         sizes: of chunks; by default all that a search tries first.
     """
-    (_, hardware, request), space = question, space_of(question)
-    budgets = budgets_of(hardware, request)
-    if lacks_room(space.trace, space.setting, budgets) or lacks_device(space.trace, budgets):
+    request, space, budgets = question.request, space_of(question), budgets_of(question)
+    if is_ruled_out(space.trace, space.setting, budgets):
         return []
     tried = sizes or space.tiers(request)[0]()
     return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
@@ -247,8 +242,9 @@ def least_need(question: Question) -> MemoryNeed:
     return family.model.need(family.placement, family.fewest[min(PREFETCH_DEPTH, len(family.fewest) - 1)])
 
 
-def budgets_of(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
-    """The budgets of a request, that of the disk included."""
+def budgets_of(question: Question) -> Budgets:
+    """The budgets of a question, that of the disk included."""
+    hardware, request = question.hardware, question.request
     return replace(resolve_budgets(hardware, request), disk_bytes=disk_budget(hardware, request.disk_memory))
 
 
@@ -285,10 +281,9 @@ class _Way:
     @cached_property
     def plan(self) -> Plan | None:
         """The plan; None where nothing fits."""
-        if self._found is None:
-            return None
-        outcome = self._found.find(sure=self.request.assume != "nominal")
-        return to_plan(self._found.space, outcome, self.budgets, self.request)
+        search = self._found
+        outcome = None if search is None else search.find(sure=self.request.assume != "nominal")
+        return None if search is None or outcome is None else to_plan(search.space, outcome, self.budgets, self.request)
 
     @cached_property
     def _found(self) -> ShapeSearch | None:
@@ -298,9 +293,7 @@ class _Way:
     def _searches(self, *, briefly: bool) -> Iterator[ShapeSearch]:
         """Searches, each to be made only where nothing fits by those before: sensible sizes, overlap, and then host
         memory for all states, are given up."""
-        if lacks_room(self.space.trace, self.space.setting, self.budgets) or lacks_device(
-            self.space.trace, self.budgets
-        ):
+        if is_ruled_out(self.space.trace, self.space.setting, self.budgets):
             return
         possible, work = _scenarios(self.space, self.request), BRIEF_WORK if self.briefly else WORK
         for place in dict.fromkeys((self.space, self.space.with_disk(self.budgets))):
@@ -328,21 +321,9 @@ class _Variant:
         """The least floor of all ways."""
         return min(way.floor_s() for way in self.ways)
 
-    def nominal_s(self) -> float:
-        """Seconds of the fastest plan at the rates of the machine, in the way that is chosen."""
-        return self._chosen.nominal_s()
-
-    def plan_s(self) -> float:
-        """Seconds of the plan."""
-        return self._chosen.plan_s()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; None where nothing fits."""
-        return self._chosen.plan
-
     @cached_property
-    def _chosen(self) -> _Way:
+    def chosen(self) -> _Way:
+        """The way with which the plan is made."""
         return fastest(self.ways, (_Way.floor_s, _Way.nominal_s)) or self.ways[-1]
 
 
@@ -367,9 +348,10 @@ def simple_plan(
         raise InputError(f"shard_device must be 'cuda' or 'cpu', got {shard_device!r}")
     limits: dict[str, Any] = {} if request.device_memory is not None else {"device_memory": LARGEST_BYTES}
     limits |= {} if request.gives_host else {"host_budget": LARGEST_BYTES}
-    matrices = setting_for(trace, hardware, request).matrices  # a pass does not say what an embedding looks up
-    trace = pass_trace(trace, request.sizes[-1])
-    setting = replace(setting_for(trace, hardware, request), matrices=matrices)
+    asked = Question(trace, hardware, request)
+    matrices = setting_for(asked).matrices  # a pass does not say what an embedding looks up
+    asked = asked._replace(trace=pass_trace(trace, request.sizes[-1]))
+    setting = replace(setting_for(asked), matrices=matrices)
     say_if_network_unknown(hardware, request.world_size, setting.ranks_per_host)
     setting = replace(setting, early_updates=bool(setting.early_updates))
     budgets = resolve_budgets(hardware, replace(request, **limits))
@@ -384,7 +366,7 @@ def simple_plan(
         blocks = min(max(family.fewest[depth], math.ceil(allocate_factor * streamed)), streamed)
         return space, weigh(family.model, family.placement, blocks, depth, space.cost)
 
-    ways = [way(each) for each in with_units_as_one(Question(trace, hardware, request))]
+    ways = [way(each) for each in with_units_as_one(asked)]
     space, candidate = next((each for each in ways if _fits(each[1], budgets)), ways[-1])
     possible, nearest = _scenarios(space, request), list[int]()
 
@@ -393,7 +375,7 @@ def simple_plan(
             return None
         return to_plan(space, judge_updates(space, budgets, candidate, possible), budgets, request)
 
-    made = _in_machine(within, budgets, Question(trace, hardware, request), nearest)
+    made = _in_machine(within, budgets, asked, nearest)
     if made is None:
         if nearest:
             budgets = replace(budgets, host_bytes=0, other_bytes=min(nearest) - candidate.need.host_bytes)
@@ -436,12 +418,13 @@ def _fits(candidate: Candidate, budgets: Budgets) -> bool:
     return need.device_bytes <= budgets.device_bytes and need.host_bytes <= budgets.host_bytes
 
 
-def setting_for(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest) -> Setting:
+def setting_for(question: Question) -> Setting:
     """The request as it concerns this step on this machine; with replicas to be chosen, in one, which needs least.
 
     Raises:
         InputError, InputTypeError: they do not go together.
     """
+    trace, hardware, request = question
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
     matrices = _matrices(trace, request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.hardware.promises import Memory
@@ -117,15 +117,7 @@ class SearchRequest:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        choices = {
-            "placement": HomeChoice,
-            "search": SearchName,
-            "assume": Assumption,
-            "frozen_weights": FrozenHome,
-            "activations": ActivationChoice,
-        }
-        for name, kind in choices.items():
-            known = get_args(kind)
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {list(known)}, got {getattr(self, name)!r}")
         state_size(self.optimizer_type, self.moments)
@@ -223,6 +215,8 @@ class SearchRequest:
 
 _BUDGETS = {"device_memory": "device", "host_memory": "host", "host_budget": "host"}
 """Options that are budgets -> whose memory."""
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(SearchRequest).items() if get_origin(kind) is Literal}
+"""Options that are one of a few values -> these."""
 OPTIONS = tuple(field.name for field in fields(SearchRequest))
 
 

@@ -70,7 +70,7 @@ def _answer(step: StepQuestion, hardware: HardwareProfile, request: SearchReques
 def _answered(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, *, moves: bool = True) -> Answer:
     question = Question(trace, hardware, _without_training(request, trace))
     try:
-        plan = plan_or_shortage(*question, moves=moves)
+        plan = plan_or_shortage(question, moves=moves)
     except PlanError as error:
         raise with_levers(error, question._replace(request=question.request.in_replicas(1))) from None
     return Answer(plan, question._replace(request=question.request.in_replicas(plan.replicas)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elixir.errors import InputError
 from elixir.plan.prediction import range_text
 from elixir.search.whatif.prices import Prices, RunCost
-from elixir.search.whatif.sweep_row import SweepRow
+from elixir.search.whatif.sweep import SweepRow
 from elixir.show import style
 from elixir.show.tables import list_table, range_cell
 from elixir.units import format_bytes

@@ -13,6 +13,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.planner import plan_or_shortage
+from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
@@ -122,5 +123,5 @@ def least_needed(trace: StepTrace, world_size: int, **options: Any) -> int:
 def shortage(trace: StepTrace, hardware: HardwareProfile, world_size: int, **options: Any) -> PlanError:
     """The error without its advice, for which everything is planned again several times."""
     with pytest.raises(PlanError) as caught:
-        plan_or_shortage(trace, hardware, SearchRequest.of(world_size, **options))
+        plan_or_shortage(Question(trace, hardware, SearchRequest.of(world_size, **options)))
     return caught.value

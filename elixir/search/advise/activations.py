@@ -19,8 +19,8 @@ from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import budgets_of, least_need, packing_floors, planned
-from elixir.search.propose.kept_results import KeptResults
-from elixir.search.propose.swapped_units import SwappedUnits
+from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
+from elixir.search.propose.family import spread
 from elixir.search.propose.variants import WORTHWHILE
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
@@ -90,7 +90,8 @@ def trace_that_keeps(
 
     found = []
     if one_by_one:
-        found.append(_chosen(every, hardware, replace(request, pass_size=1), traced if exact else None))
+        variants = _Variants(every, hardware, replace(request, pass_size=1))
+        found.append(variants.chosen(traced) if exact else variants.predicted())
     passing = _not_compiled(every)
     if request.pass_size != 1 and passing and not (found and passes_together(found[0].step)):
         found.append(traced(tuple(UnitActivations(name, ()) for name in passing)))
@@ -144,41 +145,6 @@ Own = tuple[UnitActivations, ...] | None
 """The results that units keep of their activations; None: everything."""
 
 
-@garbage_collection_paused()
-def _chosen(
-    whole: StepTrace,
-    hardware: HardwareProfile,
-    request: SearchRequest,
-    made: Callable[[tuple[UnitActivations, ...]], StepTrace] | None,
-) -> StepTrace:
-    """The step with the activations of the fastest plan, hardly ever slower than one that keeps nothing, or all.
-
-    Args:
-        whole: the step that keeps everything.
-        hardware, request: of the plan.
-        made: gives the step with some activations. What it needs may differ a little from what was predicted for the
-            choice. None: what was predicted.
-    """
-    variants = _Variants(whole, hardware, request)
-    if made is None:
-        return variants.trace(variants.ranked()[0])
-    planned = variants.planned()
-    best, best_s, seen = None, math.inf, set[Own]()
-    # What is exact may be slower than what was predicted, and than the simplest choices.
-    simplest = ((own, variants.floor_s(own)) for own in (None, variants.nothing))
-    for own, least_s in chain(planned, simplest):
-        if own in seen or least_s >= best_s * NEARLY:
-            continue
-        seen.add(own)
-        found = whole if own is None else made(own)
-        step_s = _planned_s(Question(found, hardware, request))
-        if step_s < best_s:
-            best, best_s = found, step_s
-    if best is None:
-        return whole if variants.nothing is None else made(variants.nothing)
-    return best
-
-
 class _Variants:
     """The step with all fillings and ways to move activations that are looked at, by floors of their seconds."""
 
@@ -191,11 +157,33 @@ class _Variants:
         self._sizes: tuple[int, ...] = ()
         """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
         self._floors: dict[Own, tuple[float, StepTrace]] = {}
-        self.nothing: Own = self._kept.activations(0) if self._kept.changes else None
+        self.nothing = self._filling(0)
 
-    def trace(self, own: Own) -> StepTrace:
-        """The step with a choice that was looked at, as it is predicted."""
-        return self._floors[own][1]
+    def predicted(self) -> StepTrace:
+        """The step with the choice whose floor is least, as it is predicted."""
+        return self._floors[self.ranked()[0]][1]
+
+    def chosen(self, made: Callable[[tuple[UnitActivations, ...]], StepTrace]) -> StepTrace:
+        """The step with the activations of the fastest plan, hardly ever slower than one that keeps nothing, or all.
+
+        Args:
+            made: gives the step with some activations. What it needs may differ a little from what was predicted for
+                the choice.
+        """
+        best, best_s, seen = None, math.inf, set[Own]()
+        # What is exact may be slower than what was predicted, and than the simplest choices.
+        planned, simplest = self.planned(), ((own, self._floor_s(own)) for own in (None, self.nothing))
+        for own, least_s in chain(planned, simplest):
+            if own in seen or least_s >= best_s * NEARLY:
+                continue
+            seen.add(own)
+            found = self._whole if own is None else made(own)
+            step_s = _planned_s(Question(found, self._hardware, self._request))
+            if step_s < best_s:
+                best, best_s = found, step_s
+        if best is None:
+            return self._whole if self.nothing is None else made(self.nothing)
+        return best
 
     def ranked(self) -> list[Own]:
         """All choices in order of their floors. If none fits, the first is the one that keeps no results."""
@@ -213,50 +201,44 @@ class _Variants:
             plans.append((_planned_s(Question(trace, self._hardware, self._request)), number, own))
         return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
 
-    def floor_s(self, own: Own) -> float:
+    def _floor_s(self, own: Own) -> float:
         """The floor of a choice; infinite if it was not looked at."""
         return self._floors[own][0] if own in self._floors else math.inf
 
     def _look_at_fillings(self) -> None:
         """Looks from nothing to everything, then again and again next to the fastest."""
-        every = len(self._kept.changes)
-        counts = _spread(0, every)
+        counts = spread(0, len(self._kept.changes), LOOKS + 1).tolist()
         for _ in range(ROUNDS):
             for count in reversed(counts):
-                self._look(None if count == every else self._kept.activations(count))
-            best = min(counts, key=lambda count: (self._filling_s(count), -count))
+                self._look(self._filling(count))
+            best = min(counts, key=lambda count: (self._floor_s(self._filling(count)), -count))
             at = counts.index(best)
-            counts = _spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)])
+            counts = spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)], LOOKS + 1).tolist()
 
-    def _filling_s(self, count: int) -> float:
-        return self.floor_s(None if count == len(self._kept.changes) else self._kept.activations(count))
+    def _filling(self, count: int) -> Own:
+        """The choice with so many of the changes."""
+        return None if count == len(self._kept.changes) else self._kept.activations(count)
 
     def _look_at_moves(self) -> None:
         """The fastest ways by what compute and the links take, wherever chunks are."""
         nothing = self._kept.filled(0)
         question = Question(nothing, self._hardware, self._request)
-        budgets, need = budgets_of(self._hardware, self._request), least_need(question)
+        budgets, need = budgets_of(question), least_need(question)
         spare = budgets.device_bytes - need.device_bytes, budgets.host_bytes - need.host_bytes
         ways = self._units.ways(*spare, float(self._rates.accesses_s(nothing).sum()))
         for way in sorted(ways, key=lambda way: (way.step_s, way.whole, way.inputs))[:MOST_WAYS]:
             if self._request.accumulation * way.step_s < min(floor_s for floor_s, _ in self._floors.values()):
-                self._look(self._units.activations(way), self._units.trace(way))
+                self._look(self._units.activations(way))
 
-    def _look(self, own: Own, trace: StepTrace | None = None) -> None:
+    def _look(self, own: Own) -> None:
         """Works out the floor of a choice."""
         if own in self._floors:
             return
-        if trace is None:
-            trace = self._whole if own is None else self._kept.with_activations(own)
+        trace = self._whole if own is None else self._units.trace(own)
         floors = packing_floors(Question(trace, self._hardware, self._request), self._sizes)
         if floors and not self._sizes:
             self._sizes = tuple(dict.fromkeys(size for _, size in floors))[:PACKINGS]
         self._floors[own] = floors[0][0] if floors else math.inf, trace
-
-
-def _spread(low: int, high: int) -> list[int]:
-    """Numbers from `low` to `high`, evenly."""
-    return sorted({round(low + (high - low) * part / LOOKS) for part in range(LOOKS + 1)})
 
 
 def _planned_s(question: Question) -> float:

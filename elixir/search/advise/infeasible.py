@@ -35,7 +35,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         error: what was found to be missing.
         question: as asked.
     """
-    budgets = budgets_of(question.hardware, question.request)
+    budgets = budgets_of(question)
     available_bytes = error.available_bytes
     short_of_device = available_bytes == budgets.device_bytes and available_bytes != budgets.given_host_bytes
     needed_bytes = error.needed_bytes
@@ -58,7 +58,7 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     fewer_bits = any(change.kinds == ("moments",) for change in enough)
     levers += _estimated(error, question, budgets, settled, short_of_device=short_of_device, fewer_bits=fewer_bits)
     if short_of_device and not enough:
-        lacking = lacks_room(question.trace, setting_for(*question), budgets)
+        lacking = lacks_room(question.trace, setting_for(question), budgets)
         if lacking:  # or one would cut the batch until the device does, and then learn of the host
             action = "give the host more memory as well, for weights and optimizer states"
             argument = question.request.host_option
@@ -102,7 +102,7 @@ def _details(
     """The host's shortage next to the device's, and the largest that the short memory has to hold; and why the lever of
     more of it offers more bytes than are needed."""
     if not short_of_device:
-        needed, _ = room(question.trace, setting_for(*question), budgets)
+        needed, _ = room(question.trace, setting_for(question), budgets)
         yield f"weights, master weights and optimizer states are {format_bytes(needed)}, wherever they live"
         if offered_bytes > error.needed_bytes:
             offered = readable_bytes(offered_bytes, up=True)
@@ -138,7 +138,7 @@ def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change
     """The first of the changes, with as much of the host as it then takes: of two memories that lack, one was named."""
     for change in changes[:1]:
         changed = change.applied(question)
-        device_bytes = budgets_of(changed.hardware, changed.request).device_bytes
+        device_bytes = budgets_of(changed).device_bytes
         needed_bytes = max(least_bytes(changed, device_bytes), least_host_bytes(changed))
         if needed_bytes:
             needed_bytes = _enough_of_host(changed, needed_bytes)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from elixir.errors import InputError
 from elixir.optimizer_states import is_copied
 from elixir.plan.plan import Plan
-from elixir.search.problem.joined_trace import joined_trace
+from elixir.search.problem.activation_trace import with_inputs_on_host
+from elixir.search.problem.coarse_trace import joined_trace, pass_trace
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import PackedChunk, Packing
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Setting
-from elixir.search.problem.swapped_trace import with_inputs_on_host
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
 

@@ -1,4 +1,4 @@
-"""Bytes that a placement needs of device, host and disk. Formulas: `docs/appendix/formulas.md`.
+"""Bytes that a placement needs of device, host and disk, and moves between them. Formulas: `docs/appendix/formulas.md`.
 
 All formulas work on many placements of one packing at once: `homes[placement, chunk]`, numbers of `HOMES`. One
 placement is a batch of one. Device bytes are per rank, over the stretches of `StepFacts`; host and disk bytes of all
@@ -30,9 +30,10 @@ from elixir.optimizer_states import (
 from elixir.plan.chunk_plan import Home
 from elixir.plan.matrices import exchanged_bytes, room_bytes, stage_numel, stages
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
+from elixir.plan.prediction import LINKS
+from elixir.plan.step_traffic import Backwards, ChunkRoute, StepTraffic, step_traffic
+from elixir.schedule import Schedule
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.packing import Ints
 from elixir.search.problem.placement import (
     DISK,
     EARLY,
@@ -45,21 +46,14 @@ from elixir.search.problem.placement import (
     Bools,
     Codes,
     Floats,
+    Ints,
     Placement,
     Setting,
 )
 from elixir.units import dtype_bytes
 
-_ONLY_SOME = (
-    "new_states",
-    "state_window",
-    "file_window",
-    "staging",
-    "matrix_staging",
-    "activations",
-    "swapped_activations",
-)
-"""Parts of host memory that a plan names only if it needs them."""
+_ALWAYS = ("weights", "optimizer_states", "gradients")
+"""Parts of host memory that a plan names even if it does not need them."""
 _PASSING = "passing"
 """Part of gradients: buffers through which they come to be added up."""
 CHECKPOINT_CHUNKS = 2
@@ -125,6 +119,29 @@ class _Stretches(NamedTuple):
     """
 
 
+@dataclass(frozen=True)
+class BytesMoved(StepTraffic):
+    """Bytes that one rank moves in one optimizer step, all its micro-batches together."""
+
+    disk_bytes: int = 0
+    """Read for updates on the host; as many are written."""
+    loads: int = 0
+    """Chunks brought into blocks."""
+    hits: int = 0
+
+    @property
+    def by_link(self) -> dict[str, int]:
+        """By the names of `elixir.plan.prediction.LINKS`."""
+        read = self.disk_bytes + self.file_bytes
+        amounts = self.host_to_device_bytes, self.device_to_host_bytes, self.network_bytes, self.replicas_bytes
+        return dict(zip(LINKS, (*amounts, read, self.disk_bytes), strict=True))
+
+    @property
+    def link_bytes(self) -> int:
+        """Over the link between device and host, both directions."""
+        return self.host_to_device_bytes + self.device_to_host_bytes
+
+
 class MemoryModel:
     """Memory of candidates of one workload."""
 
@@ -179,14 +196,12 @@ class MemoryModel:
     @cached_property
     def device_weights(self) -> Ints:
         """The whole chunk where it stays gathered, otherwise the shard."""
-        found: Ints = WEIGHTS * np.where(RESIDENT, self._bytes[:, None], self.shard_bytes[:, None])
-        return found
+        return WEIGHTS * np.where(RESIDENT, self._bytes[:, None], self.shard_bytes[:, None])
 
     @cached_property
     def device_states(self) -> Ints:
         """Bytes of states, and of master weights for weights of fewer bits than float32."""
-        found: Ints = STATES * (self._states + np.where(self._low_precision, self._masters, 0))[:, None]
-        return found
+        return STATES * (self._states + np.where(self._low_precision, self._masters, 0))[:, None]
 
     @cached_property
     def host_states(self) -> Ints:
@@ -228,8 +243,7 @@ class MemoryModel:
     @cached_property
     def _gathering(self) -> Bools:
         """Whether gradients are put together in a block: to leave for the host, or to be reduced over ranks."""
-        found: Bools = self.gets_gradients[:, None] & (~STATES | (self.setting.world_size > 1))
-        return found
+        return self.gets_gradients[:, None] & (~STATES | (self.setting.world_size > 1))
 
     @cached_property
     def link_bytes(self) -> tuple[Ints, Ints]:
@@ -272,6 +286,19 @@ class MemoryModel:
         )
         return none, [with_one - without for with_one, without in zip(one, none, strict=True)]
 
+    def traffic(self, placement: Placement, schedule: Schedule, blocks: int) -> BytesMoved:
+        """Bytes that one rank moves in a step under a placement; formulas in `docs/appendix/formulas.md`."""
+        loads = schedule.step(blocks, self.setting.accumulation)
+        always, per_load = self.link_bytes
+        counts = np.array([loads.by_chunk.get(chunk, 0) for chunk in self._ids.tolist()], dtype=np.int64)
+        here = self._ids, placement.codes
+        moved = (always[here] + counts[:, None] * per_load[here]).sum(axis=0)
+        stepped = DISK[placement.codes] & (self.grad_shard_bytes > 0)
+        down, up, network, files, replicas = moved.tolist()
+        swapped = self.setting.accumulation * self.work.facts.trace.step.swap_bytes
+        down, up, disk = down + swapped, up + swapped, int(self.disk_shard_bytes[stepped].sum())
+        return BytesMoved(down, up, network, files, replicas, disk_bytes=disk, loads=loads.loads, hits=loads.hits)
+
     # --- host and disk ------------------------------------------------------------------------------------------------
 
     def host_bytes(self, codes: Codes) -> Ints:
@@ -299,7 +326,7 @@ class MemoryModel:
         parts["gradients"] += parts.pop(_PASSING, 0)
         parts |= {"activations": trace.host_peak_bytes, "swapped_activations": trace.step.swap_bytes}
         ranks = self.setting.ranks_per_host
-        return {name: ranks * amount for name, amount in parts.items() if amount or name not in _ONLY_SOME}
+        return {name: ranks * amount for name, amount in parts.items() if amount or name in _ALWAYS}
 
     # --- device -------------------------------------------------------------------------------------------------------
 

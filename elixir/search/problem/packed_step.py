@@ -11,8 +11,8 @@ import numpy as np
 
 from elixir.plan.chunk_plan import ChunkUse, Phase
 from elixir.schedule import Schedule, required_chunks
-from elixir.search.problem.packing import Ints, Packing
-from elixir.search.problem.placement import Floats
+from elixir.search.problem.packing import Packing
+from elixir.search.problem.placement import Floats, Ints
 from elixir.step_trace import StepTrace, enclosing
 from elixir.units import dtype_bytes
 
@@ -43,12 +43,12 @@ class StepFacts:
         self.live_bytes: Ints = np.concatenate((np.maximum.reduceat(live, self.edges), [at_step]))
         self.stretches = len(self.live_bytes)
         self.first_backward_stretch = int(np.searchsorted(self.edges, first_backward))
-        self._stretch_of: dict[int, int] = dict(
+        self.stretch_of: dict[int, int] = dict(
             zip(arrivals, (np.searchsorted(self.edges, arrivals, side="right") - 1).tolist(), strict=True)
         )
         self.gradients: Ints = np.array(
             [
-                (index, self._stretch_of[param.grad_access], param.numel * dtype_bytes(param.dtype))
+                (index, self.stretch_of[param.grad_access], param.numel * dtype_bytes(param.dtype))
                 for index, param in enumerate(trace.parameters)
                 if param.grad_access is not None
             ],
@@ -95,10 +95,6 @@ class StepFacts:
         found: Ints = np.zeros(self.stretches, dtype=np.int64)
         found[self.first_backward_stretch : -1] = _largest_arrival(self.trace)  # the step begins without
         return found
-
-    def stretch(self, access: int) -> int:
-        """The stretch of an access in which a gradient arrives."""
-        return self._stretch_of[access]
 
     def last_use(self, access: int) -> int:
         """Index into `uses` of the last access with parameters up to `access`; 0 before the first."""
@@ -212,7 +208,7 @@ class PackedStep:
         return self._can_update_early[index]
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
-        chunk, arrivals = self.packing.chunks[index], self.arrivals[index]
+        chunk, arrivals, stretch_of = self.packing.chunks[index], self.arrivals[index], self.facts.stretch_of
         itemsize, parameters = dtype_bytes(chunk.dtype), self.facts.trace.parameters
         shapes = [parameters[member].shape for member in chunk.parameters] if chunk.matrices else []
         return ChunkFacts(
@@ -222,7 +218,7 @@ class PackedStep:
             trainable=chunk.trainable,
             outsized=chunk.outsized,
             grad_bytes=chunk.bytes if arrivals else 0,
-            grad_stretches=(self.facts.stretch(arrivals[0]), self.facts.stretch(arrivals[1])) if arrivals else None,
+            grad_stretches=(stretch_of[arrivals[0]], stretch_of[arrivals[1]]) if arrivals else None,
             matrices=tuple((rows, columns) for rows, columns in shapes),
             offsets=tuple(offset // itemsize for offset in chunk.offset_bytes),
         )

@@ -16,14 +16,12 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from elixir.optimizer_states import MomentKind
 from elixir.plan.chunk_plan import alignment_bytes
+from elixir.search.problem.placement import Ints
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes
-
-Ints = npt.NDArray[np.int64]
 
 _NUMBERED = re.compile(r"^(.*?\.)??(\d+)\.")
 
@@ -147,59 +145,6 @@ class ParamTable:
         ranked = sorted(sums.items(), key=lambda item: (-sum(item[1].values()), item[0]))
         return tuple(round_up(max(layers.values()), self.unit_bytes) for _, layers in ranked)
 
-    def survey(self, sizes: Ints) -> GridSurvey:
-        """Packings with each of `sizes`, which rise; none may be below `largest_bytes`.
-
-        Any capacity from the largest chunk up packs alike, so the few packings that differ are made, largest first.
-        """
-        counts = np.zeros((2, len(sizes)), dtype=np.int64)
-        until = len(sizes)
-        while until:
-            found = self._counts(int(sizes[until - 1]))
-            start = int(np.searchsorted(sizes, found[-1]))
-            counts[:, start:until] = np.array(found)[:, None]
-            until = start
-        block = -(-counts[1] // self.unit_bytes) * self.unit_bytes
-        return GridSurvey(sizes, counts[0], block, sum(self.bytes))
-
-    def _counts(self, capacity_bytes: int) -> tuple[int, int]:
-        """Chunks of one packing, and bytes of the largest."""
-        chunks = largest = 0
-        for ends in self._prefixes:
-            start = 0
-            while start < len(ends) - 1:
-                end = bisect_right(ends, ends[start] + capacity_bytes) - 1
-                chunks += 1
-                largest = max(largest, ends[end] - ends[start])
-                start = end
-        return chunks, largest
-
-    @cached_property
-    def _prefixes(self) -> list[list[int]]:
-        """Bytes of the first parameters of each group, from none to all."""
-        return [[0, *accumulate(self.aligned[i] for i in members)] for members in self.groups.values()]
-
-    @cached_property
-    def grid(self) -> GridSurvey:
-        """The survey of `search_grid`."""
-        return self.survey(search_grid(self))
-
-
-@dataclass(frozen=True)
-class GridSurvey:
-    """Packings with many capacities; entry i belongs to `sizes[i]`."""
-
-    sizes: Ints
-    chunks: Ints
-    block_bytes: Ints
-    """The largest chunk: the smallest block with which the packing is the same."""
-    param_bytes: int
-
-    @property
-    def waste_bytes(self) -> Ints:
-        """Padding if every chunk took a whole block."""
-        return self.chunks * self.block_bytes - self.param_bytes
-
 
 GRID_REACH = 3
 """Chunk sizes are searched from the largest parameter up to so many times that, as the first Elixir did."""
@@ -213,8 +158,7 @@ def search_grid(table: ParamTable) -> Ints:
     of whole aligned shards."""
     smallest = max(table.largest_bytes, round_up(MIN_CHUNK_BYTES, table.unit_bytes))
     sizes = smallest + (np.arange(GRID_STEPS + 1, dtype=np.int64) * (GRID_REACH - 1) * smallest) // GRID_STEPS
-    grid: Ints = np.unique(-(-sizes // table.unit_bytes) * table.unit_bytes)
-    return grid
+    return np.unique(-(-sizes // table.unit_bytes) * table.unit_bytes)
 
 
 def minimum_waste_size(table: ParamTable) -> int:
@@ -223,12 +167,13 @@ def minimum_waste_size(table: ParamTable) -> int:
     Searched from the largest parameter (at least `MIN_CHUNK_BYTES`) up to `GRID_REACH` times that: an even grid, and
     multiples of a layer.
     """
-    grid = table.grid
-    low, high = int(grid.sizes[0]), int(grid.sizes[-1])
+    grid = search_grid(table)
+    low, high = int(grid[0]), int(grid[-1])
     multiples = [k * size for size in table.layer_bytes[:1] for k in range(1, high // size + 1) if k * size >= low]
-    found = []
-    for survey in (grid, table.survey(np.array(multiples, dtype=np.int64))):
-        if len(survey.sizes):
-            best = int(np.argmin(survey.waste_bytes))
-            found.append((int(survey.waste_bytes[best]), int(survey.block_bytes[best])))
+    sizes, found = np.union1d(grid, np.array(multiples, dtype=np.int64)), list[tuple[int, int]]()
+    while len(sizes):
+        packing = table.pack(int(sizes[-1]))
+        found.append((len(packing.chunks) * packing.block_bytes, packing.block_bytes))
+        # Any capacity from the largest chunk up packs alike.
+        sizes = sizes[: np.searchsorted(sizes, packing.block_bytes)]
     return min(found)[1]

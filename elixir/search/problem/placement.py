@@ -13,6 +13,7 @@ import numpy.typing as npt
 from elixir.optimizer_states import MomentKind, StateSize
 from elixir.plan.chunk_plan import FrozenHome, Home
 
+Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int8]

@@ -21,8 +21,7 @@ import numpy as np
 
 from elixir.plan.chunk_plan import Home
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Bools, Codes, Placement
+from elixir.search.problem.placement import RESIDENT, Bools, Codes, Ints, Placement
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
 from elixir.search.simulator.floors import MOST_AHEAD
@@ -257,11 +256,8 @@ class Family:
     def rows(self, away: Ints, blocks: int, order: int = IN_ORDER, share: float = 1.0) -> Rows:
         """The placements with so many states away and at least so many blocks."""
         key = away.tobytes(), blocks, order, share
-        if key not in self._rows:
-            self._rows[key] = self._made(away, blocks, order, share)
-        return self._rows[key]
-
-    def _made(self, away: Ints, blocks: int, order: int, share: float) -> Rows:
+        if key in self._rows:
+            return self._rows[key]
         spare, fits, everything, needs = self._room(away, blocks)
         chosen = self._orders[order]
         room = np.where(everything, spare, share * (spare - blocks * self.block_bytes))
@@ -275,7 +271,8 @@ class Family:
             most = np.minimum(most, blocks)
         host = self.host_bytes(codes)
         found = np.where(streamed > 0, np.minimum(most, streamed), 0)
-        return Rows(codes, found, fits & (host <= self.budgets.host_bytes), host)
+        made = self._rows[key] = Rows(codes, found, fits & (host <= self.budgets.host_bytes), host)
+        return made
 
     def host_bytes(self, codes: Codes) -> Ints:
         """Host bytes of one machine; without states if what the host cannot hold goes to the disk."""
@@ -314,8 +311,7 @@ def families(space: SearchSpace, budgets: Budgets, sizes: Iterable[int], homes: 
 
 def spread(low: int, high: int, count: int = GRID) -> Ints:
     """At most so many numbers from `low` to `high`, evenly."""
-    found: Ints = np.unique(np.linspace(low, high, count).round().astype(np.int64))
-    return found
+    return np.unique(np.linspace(low, high, count).round().astype(np.int64))
 
 
 def _reversed_bits(numbers: Ints) -> Ints:

@@ -14,8 +14,7 @@ import numpy as np
 from elixir.hardware.scenario import Scenario
 from elixir.plan.prediction import Judgement
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import Codes, Floats, Placement
+from elixir.search.problem.placement import Codes, Floats, Ints, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.floors import Floors
@@ -40,8 +39,7 @@ stepped on the host were to save 1.7 %, their step took four times as long as it
 class Outcome:
     """The result of a search."""
 
-    best: Candidate | None
-    """None where nothing fits."""
+    best: Candidate
     fastest_s: float | None = None
     """Seconds of the fastest step there is, at the nominal rates."""
     judgements: tuple[Judgement, ...] = ()
@@ -66,8 +64,7 @@ def scores_of(seconds: Floats, among: Sequence[Scenario], aim: Aim) -> Floats:
     """Scores of what takes so many seconds by scenario, and, for instance, placement."""
     with np.errstate(invalid="ignore"):
         ratios = np.max([seconds[among.index(each)] / aim[each] for each in aim], axis=0)
-    found: Floats = np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
-    return found
+    return np.where(np.isnan(ratios), np.inf, ratios).round(DECIMALS)
 
 
 class Judge:
@@ -87,7 +84,8 @@ class Judge:
         """All that were simulated in any scenario."""
         self.simulations = 0
         self._seconds: dict[Key, dict[Scenario, float]] = {}
-        self._best_s = dict.fromkeys(self.scenarios, math.inf)
+        self.best_s = dict.fromkeys(self.scenarios, math.inf)
+        """The least seconds that are known, by scenario."""
         self._best: dict[Scenario, Candidate] = {}
         self._bounds: dict[tuple[Key, tuple[Scenario, ...]], Floats] = {}
         self._floors: dict[tuple[int, tuple[Scenario, ...]], Floors] = {}
@@ -107,13 +105,9 @@ class Judge:
             self.simulations += 1
             found = known[scenario] = max(candidate.seconds_by(self.spaces[scenario].cost)["total"], LEAST_S)
             for each in self.scenarios:
-                if self._as_seen(each, early=early) == scenario and found < self._best_s[each]:
-                    self._best_s[each], self._best[each] = found, candidate
+                if self._as_seen(each, early=early) == scenario and found < self.best_s[each]:
+                    self.best_s[each], self._best[each] = found, candidate
         return known[scenario]
-
-    def best_s(self, scenario: Scenario) -> float:
-        """The least seconds that are known."""
-        return self._best_s[scenario]
 
     # --- floors -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +176,7 @@ class Judge:
     @property
     def known(self) -> Aim:
         """All scenarios with the least seconds that are known: one more than a worst regret is a score for them."""
-        return dict(self._best_s)
+        return dict(self.best_s)
 
     def score(self, candidate: Candidate, aim: Aim, most: float = math.inf) -> float:
         """The largest ratio of seconds to those of an aim; infinite as soon as it is above `most`."""
@@ -224,7 +218,7 @@ class Judge:
     def fastest(self, simulations: int = 0) -> Candidate:
         """The candidate with the least nominal seconds, then with the most thrift; `simulations` at most tell more of
         the pool."""
-        pool, best_s = self.fitting, self.best_s(self.nominal)
+        pool, best_s = self.fitting, self.best_s[self.nominal]
         bounds = self._least(pool, (self.nominal,))[:, 0].tolist()
         for bound, it in sorted(zip(bounds, pool, strict=True), key=itemgetter(0))[:simulations]:
             if bound < best_s * (1 - LITTLE):
@@ -253,13 +247,6 @@ class Judge:
                 return best
         return surest  # if what was simulated since makes all others, and it, less sure
 
-    def judgements(self, candidate: Candidate) -> tuple[Judgement, ...]:
-        """Seconds of a candidate in each scenario, with the least that are known there; none for one scenario."""
-        if len(self.scenarios) == 1:
-            return ()
-        seconds = [(each, self.seconds(candidate, each)) for each in self.scenarios]
-        return tuple(Judgement(each, step_s, self._best_s[each]) for each, step_s in seconds)
-
     def regret_if_known(self, candidate: Candidate) -> dict[str, float]:
         """The worst regret that would be left if one of the unknowns were known, by its name in `Scenario`: that of a
         candidate, or of one of those that are best in a scenario."""
@@ -273,13 +260,16 @@ class Judge:
         return found
 
     def _worst(self, candidate: Candidate, among: Sequence[Scenario]) -> float:
-        return max(self.seconds(candidate, each) / self._best_s[each] - 1 for each in among)
+        return max(self.seconds(candidate, each) / self.best_s[each] - 1 for each in among)
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """The candidate as the result of a search."""
-        judgements, known = self.judgements(candidate), self.regret_if_known(candidate)
+        several = self.scenarios if len(self.scenarios) > 1 else ()
+        seconds = [(each, self.seconds(candidate, each)) for each in several]
+        judgements = tuple(Judgement(each, step_s, self.best_s[each]) for each, step_s in seconds)
+        known = self.regret_if_known(candidate)
         best = replace(candidate, cost=self.spaces[self.nominal].cost)
-        return Outcome(best, self.best_s(self.nominal), judgements, known)
+        return Outcome(best, self.best_s[self.nominal], judgements, known)
 
 
 def _needs(candidate: Candidate) -> tuple[int, int]:

@@ -25,14 +25,14 @@ import numpy as np
 
 from elixir.hardware.scenario import Scenario
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, Floats, Placement
+from elixir.search.problem.placement import RESIDENT, Floats, Ints, Placement
 from elixir.search.propose.candidate import Candidate, early_host_bytes, weigh
 from elixir.search.propose.family import IN_ORDER, SPREAD, Family, Rows, Shape, families, spread
 from elixir.search.propose.judge import DECIMALS, LITTLE, TIE, Aim, Judge, Key, Outcome, key_of, scores_of
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import HomeChoice
 from elixir.search.simulator.replay import STEADY_BATCH
+from elixir.search.simulator.simulated_cost import can_step
 
 GAP, NEAR = 1e-3, 0.01
 """A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
@@ -92,16 +92,17 @@ class ShapeSearch:
         self._families = [family for family in self._all if family.least_away <= family.most_away]
         self._tables: dict[tuple[int, bytes, int, tuple[Scenario, ...]], Floats] = {}
         self._shapes: dict[Key, Shape] = {}
-        self._weighed: dict[tuple[int, Placement, int, int, float, int], Candidate | None] = {}
+        self._weighed: dict[tuple[MemoryModel, Placement, int, int, float, int], Candidate | None] = {}
 
-    def find(self, *, sure: bool = True) -> Outcome:
-        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`.
+    def find(self, *, sure: bool = True) -> Outcome | None:
+        """Finds the plan with the least worst regret; the fastest in the nominal scenario, if not `sure`. None where
+        nothing fits.
 
         In other scenarios it looks at fewer packings: that of the fastest plan, and those with small nominal floors.
         """
         judge = self.judge
         if self.fastest_s == math.inf:
-            return Outcome(None)
+            return None
         if self._on_cores:
             return judge.outcome(judge.fastest())
         best = judge.fastest()
@@ -124,7 +125,7 @@ class ShapeSearch:
         if not self._on_cores:
             self._approach({self._nominal: 1.0}, self._looked, GAP, self._work)
             self._look_at_all_of_few()
-        return self.judge.best_s(self._nominal)
+        return self.judge.best_s[self._nominal]
 
     @cached_property
     def _looked(self) -> list[tuple[float, Shape]]:
@@ -145,8 +146,7 @@ class ShapeSearch:
         if here is None:
             return
         for away in spread(here.family.least_away, here.away, LESS)[:-1].tolist():
-            made = self._make(replace(here, away=away, speed=0.0))
-            if made is not None:
+            if made := self._make(replace(here, away=away, speed=0.0)):
                 self.judge.seconds(made, self._nominal)
 
     def floors(self) -> list[tuple[float, int]]:
@@ -269,16 +269,14 @@ class ShapeSearch:
             ways += [(hosts[0], 1), (hosts[0], 2)]
         for speed, rule in ways:
             for order, share in ((IN_ORDER, 1.0), (SPREAD, 1.0), (IN_ORDER, 0.0)):
-                made = self._make(replace(shape, speed=speed, order=order, share=share, rule=rule))
-                if made is not None:
+                if made := self._make(replace(shape, speed=speed, order=order, share=share, rule=rule)):
                     yield made
 
     def _near_shapes(self, here: Candidate, tries: _Tries) -> Iterator[Candidate]:
         """Candidates whose shapes differ in one number."""
         shape = self._shapes.get(key_of(here))
         for other in self._neighbours(shape, streams=not all(here.placement.resident)) if shape is not None else ():
-            made = self._make(other)
-            if made is not None:
+            if made := self._make(other):
                 yield made
 
     def _neighbours(self, shape: Shape, *, streams: bool) -> Iterator[Shape]:
@@ -332,9 +330,9 @@ class ShapeSearch:
         """The candidate with these homes, with fewer chunks fetched ahead if there are too few blocks; with a
         speed, and chunks updated early that such a host takes. None if it does not fit, or none can be."""
         depth = depth if placement.resident.count(False) else 0
-        key = id(model), placement, blocks, depth, speed, rule
+        key = model, placement, blocks, depth, speed, rule
         if key not in self._weighed:
-            self._weighed[key] = self._made(model, placement, blocks, depth, speed, rule)
+            self._weighed[key] = self._made(*key)
         return self._weighed[key]
 
     def _made(
@@ -402,14 +400,13 @@ class ShapeSearch:
             codes, blocks = codes[fits], blocks[fits]
             floors = self.judge.floors(family.model, (at,), codes, blocks, early=self._early, prefetch=True)[0]
             for row in np.argsort(floors.round(DECIMALS), kind="stable").tolist():
-                if floors[row] >= self.judge.best_s(at) * (1 + 1e-9) or left <= 0:
+                if floors[row] >= self.judge.best_s[at] * (1 + 1e-9) or left <= 0:
                     break
                 streamed = bool((~RESIDENT[codes[row]]).any())
                 for depth in range(len(family.fewest)) if streamed else (0,):
                     for speed in (0.0, 1.0) if self._early else (0.0,):
                         placement = Placement.numbered(codes[row].tolist())
-                        found = self._weigh(family.model, placement, int(blocks[row]), depth, speed)
-                        if found is not None:
+                        if found := self._weigh(family.model, placement, int(blocks[row]), depth, speed):
                             left -= 1
                             self.judge.seconds(found, at)
 
@@ -444,18 +441,13 @@ class ShapeSearch:
                 return
             placement = Placement.numbered(codes[row].tolist())
             for ahead, speed in product(depths, speeds):
-                found = self._weigh(family.model, placement, int(blocks[row]), ahead, speed)
-                if found is not None:
+                if found := self._weigh(family.model, placement, int(blocks[row]), ahead, speed):
                     yield found
 
     def _toggled(self, here: Candidate) -> Iterator[Candidate]:
         """The same homes, with one chunk or two neighbours updated early, or after the norm, that are not yet."""
         model, placement = here.model, here.placement
-        able = [
-            c
-            for c, on_device in enumerate(placement.state_on_device)
-            if not on_device and model.work.can_update_early(c) and c not in placement.state_on_disk
-        ]
+        able = sorted(can_step(model.work, placement) - placement.state_on_disk)
         for change in [*((c,) for c in able), *pairwise(able)] if placement.early else ():
             early = placement.early.symmetric_difference(change)
             changed = placement.updated_early(early)
@@ -504,6 +496,6 @@ def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenar
         early = space.cost.early_chunks(model, plain.placement, speed=speed, left_bytes=left_bytes, rule=rule)
         if early:
             judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
-    if asked and judge.best_s(judge.nominal) < plain_s:
+    if asked and judge.best_s[judge.nominal] < plain_s:
         judge.forget(plain)
     return judge.outcome(judge.surest())

@@ -11,7 +11,7 @@ import numpy as np
 from elixir.errors import PlanError
 from elixir.search.problem.memory_model import MemoryNeed
 from elixir.search.problem.placement import RESIDENT, Placement, Setting
-from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.candidate import spilled
 from elixir.search.propose.family import Family, families
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
@@ -137,6 +137,11 @@ def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:
 def lacks_device(trace: StepTrace, budgets: Budgets) -> int:
     """Bytes by which what a batch takes exceeds a device, wherever weights are; 0 where it does not."""
     return max(live_bytes(trace) - budgets.device_bytes, 0)
+
+
+def is_ruled_out(trace: StepTrace, setting: Setting, budgets: Budgets) -> bool:
+    """Whether nothing fits, wherever weights and states are."""
+    return bool(lacks_room(trace, setting, budgets) or lacks_device(trace, budgets))
 
 
 def live_bytes(trace: StepTrace) -> int:

@@ -14,7 +14,7 @@ from elixir.hardware.scenario import Scenario
 from elixir.plan.plan import Plan, plan_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
-from elixir.search.problem.packing import MIN_CHUNK_BYTES, ParamTable, minimum_waste_size, round_up
+from elixir.search.problem.packing import MIN_CHUNK_BYTES, PackedChunk, ParamTable, minimum_waste_size, round_up
 from elixir.search.problem.placement import Setting, Spill
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
@@ -88,20 +88,16 @@ class SearchSpace:
         self._costs = {(setting, Scenario()): self.cost}
         self.table = ParamTable(trace, setting.shards, setting.moments, setting.matrices)
         self.facts = StepFacts(trace)
-        self._steps: dict[int, PackedStep] = {}
-        self._by_chunks: dict[tuple[tuple[tuple[int, ...], bool], ...], PackedStep] = {}
-        self._models: dict[tuple[Setting, int], MemoryModel] = {}
+        self._steps: dict[tuple[PackedChunk, ...], PackedStep] = {}
+        self._models: dict[tuple[Setting, PackedStep], MemoryModel] = {}
 
     def model(self, capacity_bytes: int) -> MemoryModel:
         """Memory model (and in it workload and packing) for a capacity; capacities that pack alike share one."""
-        if capacity_bytes not in self._steps:
-            packing = self.table.pack(capacity_bytes)
-            key = tuple((chunk.parameters, chunk.outsized) for chunk in packing.chunks)
-            if key not in self._by_chunks:
-                self._by_chunks[key] = PackedStep(self.facts, packing)
-            self._steps[capacity_bytes] = self._by_chunks[key]
-        step = self._steps[capacity_bytes]
-        known = self.setting, id(step)
+        packing = self.table.pack(capacity_bytes)
+        if packing.chunks not in self._steps:
+            self._steps[packing.chunks] = PackedStep(self.facts, packing)
+        step = self._steps[packing.chunks]
+        known = self.setting, step
         if known not in self._models:
             self._models[known] = MemoryModel(step, self.setting)
         return self._models[known]

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from elixir.plan.activations import passes_together
 from elixir.plan.plan import plan_of
-from elixir.search.problem.joined_trace import joined_trace
-from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
+from elixir.search.problem.activation_trace import movable_inputs, with_inputs_on_host
+from elixir.search.problem.coarse_trace import joined_trace, pass_trace
 from elixir.search.question import Question
 
 WORTHWHILE = 1.01

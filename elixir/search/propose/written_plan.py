@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from elixir.errors import StateError
 from elixir.hardware.scenario import extremes, unmeasured
 from elixir.optimizer_states import optimizer_name
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
@@ -24,8 +23,6 @@ from elixir.units import dtype_bytes, parse_bytes
 def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: SearchRequest) -> Plan:
     """Writes the choice of a search as a `Plan`."""
     trace, best = space.trace, outcome.best
-    if best is None:
-        raise StateError("a search that found nothing has no plan")
     work, schedule, unknown = best.work, best.schedule, unmeasured(space.hardware)
     streamed = not all(best.placement.resident)
     seconds = [*step_range_s(space, best), *(judged.step_s for judged in outcome.judgements)]
@@ -42,7 +39,7 @@ def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: Sea
         dtype=trace.dtype,
         optimizer=optimizer_name(request.optimizer_type),
         state_size=space.setting.states,
-        overlap=best.overlap,
+        overlap=space.setting.overlap,
         placement=request.placement,
         block_numel=block_bytes // dtype_bytes(_common_dtype(best)),
         block_bytes=block_bytes,

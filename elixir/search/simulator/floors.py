@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats
+from elixir.search.problem.placement import DISK, IN_FILES, RESIDENT, STATES, WEIGHTS, Bools, Codes, Floats, Ints
 from elixir.search.simulator.work_times import WorkTimes
 
 MOST_AHEAD = 4
@@ -80,8 +79,7 @@ class Floors:
 
     def _by_chunk(self, name: str) -> Floats:
         """Seconds of one kind of work."""
-        found: Floats = np.array([getattr(times, name) for times in self._machines], dtype=np.float64)
-        return found
+        return np.array([getattr(times, name) for times in self._machines], dtype=np.float64)
 
     def _index_orders(self) -> None:
         times, setting = self._times, self._setting
@@ -213,8 +211,7 @@ class Floors:
     def _through(self, homes: _Homes) -> Bools:
         """Chunks whose gradients go through blocks."""
         stays = homes.resident & homes.on_device & (not self._several)
-        found: Bools = (homes.on_device | homes.on_host) & ~stays
-        return found
+        return (homes.on_device | homes.on_host) & ~stays
 
     def _walked_s(self, homes: _Homes, *, prefetch: bool) -> Floats:
         """Updates on the device, forward's compute, and how long that waits for loads."""
@@ -224,8 +221,7 @@ class Floors:
         else:
             loading_s = self._one_by_one_s(homes, loaded, np.zeros(len(loaded), dtype=np.int64))
         stepped_s = _sums(homes.on_device, self._device_adam_s) + _sums(homes.on_host, self._turned_s)
-        found: Floats = stepped_s + self._forward_s + loading_s
-        return found
+        return stepped_s + self._forward_s + loading_s
 
     def _loading_s(self, homes: _Homes, loaded: Bools) -> Floats:
         """How long forward waits for loads, one after the other: none begins before the device has made its updates, or
@@ -259,8 +255,7 @@ class Floors:
         from_s = used_s[:, rows, columns[rows, np.maximum(behind, 0)]]
         # The link had time for those of chunks used before the first fetch.
         first_s = used_s[:, rows, columns[:, :1]]
-        found: Floats = np.where(loaded & (behind >= 0), np.maximum(from_s - first_s, 0.0), 0.0)
-        return found
+        return np.where(loaded & (behind >= 0), np.maximum(from_s - first_s, 0.0), 0.0)
 
     def _one_by_one_s(self, homes: _Homes, loaded: Bools, blocks: Ints) -> Floats:
         """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
@@ -326,8 +321,7 @@ class Floors:
             last = self._sends[0]
             leaves_s = self._deliver_s[:, last, None], self._offload_s[:, last, None]
             reduced_s = reduced_s + np.where(homes.on_device[:, last], *leaves_s)
-        found: Floats = loads_s(~homes.resident & self._in_backward, self._gather_s[:, None], blocks) + reduced_s
-        return found
+        return loads_s(~homes.resident & self._in_backward, self._gather_s[:, None], blocks) + reduced_s
 
     def _disk_s(self, codes: Codes) -> Floats:
         """Reads and writes of the disk, which is idle when a step begins."""
@@ -357,5 +351,4 @@ def loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:
 
 def _sums(flags: Bools, seconds: Floats) -> Floats:
     """Seconds of the chunks with a flag, by machine and placement."""
-    found: Floats = seconds @ flags.T
-    return found
+    return seconds @ flags.T

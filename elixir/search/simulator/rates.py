@@ -14,23 +14,14 @@ import numpy.typing as npt
 
 from elixir.hardware.host_share import adam_threads, enough_threads
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import PRODUCTS, RateFit, plainer_keys
+from elixir.hardware.rate_fit import PRODUCTS, plainer_keys
 from elixir.optimizer_states import MASTER_BYTES, MomentKind, matrix_flops
 from elixir.search.problem.placement import Floats, Setting
-from elixir.search.simulator.cluster import (
-    NCCL_CALL_S,
-    NETWORK_STEP_S,
-    NVLINK_STEP_S,
-    Cluster,
-    all_reduce_s,
-    gather_s,
-)
 from elixir.step_trace import Operation, StepTrace
 
 logger = logging.getLogger(__name__)
 
 _HOST_ADAM = re.compile(r"host_adam\.(\d+)(|\.all_ranks)")
-
 ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
     # Per element with bfloat16 weights: the gradient read (2), the master read and written (8), weights read as their
     # cache line comes, and written (4); and the moments read and written.
@@ -56,8 +47,6 @@ ARITHMETIC_NUMEL_PER_S: dict[MomentKind, float] = {"bfloat16": 0.64e9, "8bit": 0
 """Elements that a thread of the host computes a second if memory does not limit it, random bits for rounding included.
 
 Measured: benchmark/results/adam_speed.csv, compiled, half of what two cores of an EPYC of family 26 with AVX512 did."""
-
-
 UNALIGNED_SHARE = 0.16
 """Rate of products whose rows do not start at multiples of 16 bytes over that of others, in 16 bits on a Hopper GPU.
 
@@ -66,6 +55,14 @@ Measured on an H200: logits of 16,384 tokens over 50,257 classes and their two s
 HOPPER = 9
 """The major number of its compute capability."""
 HALVES = ("bfloat16", "float16")
+
+# NCCL, src/graph/tuning.cc (commit 01afd20), protocol "Simple", algorithm ring.
+NCCL_CALL_S = 8.4e-6
+"""Once per collective: `baseLat`."""
+NVLINK_STEP_S = 3.4e-6
+"""Per step within a host: `hwLat` for NVLink. Over PCIe it is 5.7e-6."""
+NETWORK_STEP_S = 9.6e-6
+"""Per step between hosts: `hwLat` for the network."""
 
 
 def adam_share(moments: MomentKind) -> float:
@@ -105,9 +102,75 @@ class Line:
         """The rate that one of `users` gets if they work at the same time."""
         return replace(self, per_s=self.per_s / users)
 
+    def faster(self, factor: float) -> Line:
+        """The line whose rate is so many times as high."""
+        return replace(self, per_s=factor * self.per_s)
+
     def at_most(self, per_s: float) -> Line:
         """No faster than `per_s`."""
         return replace(self, per_s=min(self.per_s, per_s))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a collective and what lies between them: how long it takes if nobody has measured it.
+
+    An all-gather of a buffer leaves it whole on every rank, each of which brought one part; a reduce-scatter is the
+    same read backwards, so one formula serves both (the cost of adding up is left out). With p ranks on H hosts, G per
+    host, n bytes of the whole buffer, a latency per step within a host and between hosts, and bandwidths B, in a ring
+    every rank passes on what it got last, p - 1 steps. A part crosses H - 1 host borders and p - H links within hosts,
+    and every link carries (p - 1)/p of n, so the slowest one sets the pace.
+
+    Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int.
+    J. of High Performance Computing Applications 19(1), 2005, section 4.1; NCCL's own estimate, src/graph/tuning.cc
+    (latencies per step, and that NCCL gathers and reduce-scatters in rings).
+    """
+
+    ranks: int
+    ranks_per_host: int
+    """Most ranks of a host; the last host may have fewer."""
+    host_bytes_per_s: float
+    """Bandwidth within a host, per rank and direction."""
+    network_bytes_per_s: float
+    """Bandwidth between hosts, per host and direction, all its network cards together."""
+    call_s: float = 0.0
+    """Latency of a call, once per collective."""
+    host_step_s: float = 0.0
+    """Latency of a step within a host."""
+    network_step_s: float = 0.0
+    """Latency of a step between hosts."""
+
+    @property
+    def hosts(self) -> int:
+        """Number of machines."""
+        return -(-self.ranks // self.ranks_per_host)
+
+
+def gather_s(nbytes: float, cluster: Cluster) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of a buffer of `nbytes` in total.
+
+    >>> round(gather_s(8e9, Cluster(8, ranks_per_host=8, host_bytes_per_s=1e9, network_bytes_per_s=1e9)), 6)
+    7.0
+    """
+    if cluster.ranks == 1 or not nbytes:
+        return 0.0
+    ranks, hosts = cluster.ranks, cluster.hosts
+    bytes_per_s = cluster.host_bytes_per_s
+    if hosts > 1:
+        slowest = cluster.network_bytes_per_s
+        # With one rank per host no link within a host is on the way.
+        bytes_per_s = min(bytes_per_s, slowest) if cluster.ranks_per_host > 1 else slowest
+    latency = (ranks - hosts) * cluster.host_step_s + (hosts - 1) * cluster.network_step_s
+    return cluster.call_s + (latency + (ranks - 1) / ranks * nbytes / bytes_per_s)
+
+
+def all_reduce_s(nbytes: float, cluster: Cluster) -> float:
+    """Seconds of an all-reduce of a buffer of `nbytes` in a ring: a reduce-scatter and an all-gather in one call.
+
+    >>> round(all_reduce_s(8e9, Cluster(8, ranks_per_host=8, host_bytes_per_s=1e9, network_bytes_per_s=1e9)), 6)
+    14.0
+    """
+    return 2 * gather_s(nbytes, cluster) - (cluster.call_s if cluster.ranks > 1 and nbytes else 0.0)
 
 
 class Rates:
@@ -158,7 +221,7 @@ class Rates:
         self.fetch_slowdown = self._both("host_to_device", wanted_per_s / host_memory)
         self.offload_slowdown = self._both("device_to_host", wanted_per_s / host_memory)
         self.host_adam = self._host_adam()
-        self.device_adam = self._device_adam()
+        self.device_adam = self._adam("device_adam{}")
         self._line(f"matmul.{dtype}.square")  # refuses a dtype without FLOP/s before any work
         self.device_memory = self._line(f"elementwise.{dtype}")
         self.host_memory = Line(0.0, host_memory)
@@ -171,8 +234,7 @@ class Rates:
         """Adam on the device, by elements of a chunk and whether its weights have fewer bits than its masters."""
         counts = np.asarray(numel)
         rounded = np.where(np.asarray(low_precision, dtype=bool) & (self._moments == "float32"), counts, 0)
-        found: Floats = self.device_adam(counts) + self.device_memory(DEVICE_ROUNDING_BYTES * rounded)
-        return found
+        return self.device_adam(counts) + self.device_memory(DEVICE_ROUNDING_BYTES * rounded)
 
     def host_step(self, numel: npt.ArrayLike, moved_bytes: npt.ArrayLike) -> Floats:
         """Adam on the host, by elements of a chunk, while as many bytes as `moved_bytes` go to or from the device.
@@ -187,8 +249,7 @@ class Rates:
         if shared is not None:
             per_s = shared / self._ranks
         carried = np.where(counts > 0, (traffic * counts + np.asarray(moved_bytes)) / per_s, 0.0)
-        found: Floats = np.maximum(self.host_adam(counts), carried)
-        return found
+        return np.maximum(self.host_adam(counts), carried)
 
     def orthogonal_s(self, matrices: Sequence[tuple[int, int]]) -> float:
         """Seconds in which the device makes matrices orthogonal, in bfloat16."""
@@ -233,8 +294,7 @@ class Rates:
         # A CPU runs its operators itself, so their calls come on top.
         busy = np.maximum(kernels, calls) if self.ahead else kernels + calls
         of = np.repeat(np.arange(len(parts)), list(map(len, parts)))
-        found: Floats = np.bincount(of, weights=busy).astype(np.float64)
-        return found
+        return np.bincount(of, weights=busy).astype(np.float64)
 
     def _operation_s(self, operation: Operation) -> float:
         """Seconds of one operator: its FLOPs or its bytes in device memory, whichever takes longer."""
@@ -254,7 +314,7 @@ class Rates:
         family, dtype, *_ = key.split(".")
         if key.endswith(".unaligned") and key not in hardware.fits and dtype in HALVES and self._on_hopper:
             aligned = self._sustained(f"{family}.{dtype}.square")
-            return replace(aligned, per_s=UNALIGNED_SHARE * aligned.per_s)
+            return aligned.faster(UNALIGNED_SHARE)
         if any(name in hardware.fits for name in (key, *plainer_keys(key))):
             return self._line(key)
         if family in PRODUCTS:
@@ -348,22 +408,26 @@ class Rates:
         measured = 1.0 if alone is None or both is None else alone.per_s / both.per_s
         return max(1.0, measured, of_host_memory)
 
-    def _device_adam(self) -> Line:
-        measured = self._hardware.fits.get("device_adam.bfloat16") if self._moments == "bfloat16" else None
-        if measured is not None:
-            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["bfloat16"]
-            return Line(measured.latency_s, measured.per_s * share)
-        line = self._line("device_adam")
-        return replace(line, per_s=line.per_s * adam_share(self._moments))
+    def _adam(self, key: str) -> Line:
+        """Adam with moments of this kind: as measured, otherwise made of the rate for float32.
+
+        Args:
+            key: of the fits, with a place for the dtype of the moments, such as ``device_adam{}``.
+        """
+        kind, fits = self._moments, self._hardware.fits
+        if kind == "bfloat16" and key.format(".bfloat16") in fits:
+            share = MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
+            return self._line(key.format(".bfloat16")).faster(share)
+        return self._line(key.format("")).faster(adam_share(kind))
 
     def _host_adam(self) -> Line:
         """The rate at the number of threads that the runtime gives it (`elixir.hardware.host_share`), if known."""
-        alone, together = self._host_adam_fits(""), self._host_adam_fits(".all_ranks") if self._ranks > 1 else {}
+        alone, together = self._host_adam_lines(""), self._host_adam_lines(".all_ranks") if self._ranks > 1 else {}
         cores = max(alone, default=0)  # all that the machine's ranks may use
         threads = adam_threads(cores, self._ranks, 0 if self.ahead else cores // self._ranks)
         if not alone and not together:
-            fit, share = self._hardware.rate("host_adam"), adam_share(self._moments)
-            plain = Line(fit.latency_s, fit.per_s * share)
+            share = adam_share(self._moments)
+            plain = self._line("host_adam").faster(share)
             return self._among_ranks("host_adam", plain, plain.shared(self._ranks), share)
         # What all cores together get out of memory is what ranks share, whatever each could do alone.
         most_per_s = max((fit.per_s for fit in alone.values()), default=math.inf) / self._ranks
@@ -375,33 +439,21 @@ class Rates:
             threads = self.host_threads = enough_threads(lambda count: line(count).per_s, threads)
         return line(threads)
 
-    def _host_adam_fits(self, ending: str) -> dict[int, RateFit]:
-        """Fits by number of threads, for moments of this kind: as measured, otherwise made of those for float32."""
-        matches = {key: _HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)}
-        return {
-            int(match[1]): self._host_adam_fit(int(match[1]), ending)
-            for key, match in matches.items()
-            if match is not None and match[2] == ending
-        }
-
-    def _host_adam_fit(self, threads: int, ending: str) -> RateFit:
-        fits, kind = self._hardware.fits, self._moments
-        fit, share = fits[f"host_adam.{threads}{ending}"], adam_share(kind)
-        measured = fits.get(f"host_adam.{threads}.bfloat16{ending}") if kind == "bfloat16" else None
-        if measured is not None:
-            fit, share = measured, MEASURED_BFLOAT16_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES[kind]
-        per_s = min(fit.per_s * share, threads * ARITHMETIC_NUMEL_PER_S.get(kind, math.inf))
-        return RateFit(fit.latency_s, per_s, fit.error)
+    def _host_adam_lines(self, ending: str) -> dict[int, Line]:
+        """Rates by number of threads."""
+        per_thread = ARITHMETIC_NUMEL_PER_S.get(self._moments, math.inf)
+        matches = [_HOST_ADAM.fullmatch(key) for key in sorted(self._hardware.fits)]
+        threads = [int(match[1]) for match in matches if match is not None and match[2] == ending]
+        return {count: self._adam(f"host_adam.{count}{{}}{ending}").at_most(count * per_thread) for count in threads}
 
 
 def _each(seconds: Callable[[float], float], amounts: npt.ArrayLike) -> Floats:
     """Seconds of each amount; many are equal."""
     different, place = np.unique(np.asarray(amounts, dtype=np.float64), return_inverse=True)
-    found: Floats = np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
-    return found
+    return np.array(list(map(seconds, different.tolist())), dtype=np.float64)[place]
 
 
-def _by_threads(fits: Mapping[int, RateFit], threads: int) -> Line:
+def _by_threads(fits: Mapping[int, Line], threads: int) -> Line:
     """The fit of so many threads; between two that were measured on a straight line, never beyond them."""
     known = sorted(fits)
     per_s, latency_s = (

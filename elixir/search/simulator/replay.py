@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from elixir.plan.plan import FILE_BUFFERS, PASSAGE_BUFFERS, STAGING_BUFFERS, WINDOW_CHUNKS
-from elixir.search.simulator.case import Case
-from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Events
+from elixir.search.simulator.work_times import BACKWARD, ENTRY, LOAD, MOVE, MOVED, OPEN, SEND, USE, Case, Events
 
 RESOURCES = ("compute", "host_to_device", "device_to_host", "network", "host_adam", "refresh", "disk")
 """After compute the runtime's lanes `fetch`, `offload`, `network`, `host_adam`, `refresh` and `disk`. Reads and writes

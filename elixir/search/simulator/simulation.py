@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from elixir.errors import InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.search.problem.bytes_moved import traffic
 from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.request import check_count
-from elixir.search.simulator.case import Case
 from elixir.search.simulator.rates import say_if_network_unknown
 from elixir.search.simulator.replay import COMPUTE, RESOURCES, Replay, WorkSpan
 from elixir.search.simulator.simulated_cost import SimulatedCost
+from elixir.search.simulator.work_times import Case
 from elixir.step_trace import StepTrace
 
 
@@ -113,7 +112,7 @@ def simulate_step(
 def _replay(case: Case, steps: int) -> Simulation:
     model = case.times.model
     machine, updated_s, accumulation = Replay(case, record=True), 0.0, model.setting.accumulation
-    moved = traffic(model, case.placement, case.schedule, case.result.blocks)
+    moved = model.traffic(case.placement, case.schedule, case.result.blocks)
     for step in range(steps):
         if step:
             machine.restart()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,19 +16,60 @@ from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.packing import Ints
-from elixir.search.problem.placement import RESIDENT, STATES, Floats, Placement
-from elixir.search.simulator.activation_moves import ActivationMoves
+from elixir.search.problem.placement import RESIDENT, STATES, Floats, Ints, Placement
 from elixir.search.simulator.rates import Rates, out_of_place_share
+from elixir.step_trace import StepTrace
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
 """Kinds of events when compute comes to a place: the cache loads a chunk; a chunk is used for the first time since; its
 first gradient arrives; its last has; forward is over; an entry of the order begins (it stands for the chunk then);
 activations begin to move, or are waited for (the number of `ActivationMoves.together` stands for the chunk then)."""
-
 _PLACES = 16
 """Places within one access of the trace, in order: see `_AT`."""
 _AT = {"forward over": 0, "backward": 1, "entry": 2, "load": 3, "use": 4, "transfer": 5, "gradient": 6}
+_alike = attrgetter("direction", "begins", "begins_after", "ends", "ends_after", "planned")
+
+
+class ActivationMoves:
+    """Copies of one step on one machine, whatever its packing. Copies that begin and end together are one.
+
+    Args:
+        trace: the step.
+        rates: of the machine.
+        accesses_s: compute seconds of every access of the trace.
+    """
+
+    def __init__(self, trace: StepTrace, rates: Rates, accesses_s: Floats) -> None:
+        runs = [list(run) for _, run in groupby(trace.transfers, _alike)]
+        firsts = [run[0] for run in runs]
+        self.outgoing = [each.direction == "device_to_host" for each in firsts]
+        """Whether each goes to the host."""
+        nbytes = np.array([each.nbytes for each in trace.transfers], dtype=np.int64)
+        run_of = np.repeat(np.arange(len(runs)), list(map(len, runs)))
+        seconds = np.where(np.array(self.outgoing, dtype=bool)[run_of], rates.offload(nbytes), rates.fetch(nbytes))
+        self.seconds: list[float] = np.bincount(run_of, weights=seconds).tolist()
+        ends = [(each.begins, each.begins_after, number, False) for number, each in enumerate(firsts)]
+        ends += [(each.ends, each.ends_after, number, True) for number, each in enumerate(firsts)]
+        at_once = [(key, [each[2] for each in run]) for key, run in groupby(sorted(ends), itemgetter(0, 1, 3))]
+        self.together = [numbers for _, numbers in at_once]
+        """Copies that begin, or are waited for, at the same moment, one after the other."""
+        self.accesses: Ints = np.array([access for (access, _, _), _ in at_once], dtype=np.int64)
+        """The access with the moment of each of `together`."""
+        self.awaited = np.array([ends for (_, _, ends), _ in at_once], dtype=bool)
+        """Whether they are waited for then, and do not begin."""
+        shares = np.array(list(_shares(trace, rates, [key[:2] for key, _ in at_once])))
+        before_s = np.concatenate(([0.0], np.cumsum(accesses_s)))
+        self.at_s: Floats = before_s[self.accesses] + shares * accesses_s[self.accesses]
+        """Seconds of the trace's own compute before that moment: a share of its access."""
+
+
+def _shares(trace: StepTrace, rates: Rates, moments: list[tuple[int, int]]) -> Iterator[float]:
+    """The part of its access that comes before each moment: an access, and how many of its operators are over."""
+    each_s = rates.operations_s(trace) if moments else np.zeros(0)
+    for access, run in groupby(moments, itemgetter(0)):
+        seconds = np.cumsum(each_s[list(trace.accesses[access].operations)]).tolist()
+        for _, after in run:
+            yield seconds[after - 1] / seconds[-1] if 0 < after <= len(seconds) and seconds[-1] else 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +116,6 @@ class WorkTimes:
         numel = np.array([chunk.numel for chunk in work.chunks], dtype=np.int64) // self.shards
         shard = size // self.shards
         self.bytes: list[int] = size.tolist()
-        self.shard_bytes: list[int] = shard.tolist()
         self.rounded = [chunk.low_precision for chunk in work.chunks]
         """Whether new weights are rounded by the host where they live on the device."""
         self.pooled = [not chunk.outsized for chunk in work.chunks]
@@ -251,8 +293,7 @@ class WorkTimes:
 
     def _key(self, access: Ints, place: Ints | int, behind: Ints | int = 0) -> Ints:
         """Sorts keys of events: the access, the place in it, and there, twice the position of the order."""
-        key: Ints = (access * _PLACES + place) * self._behind + behind
-        return key
+        return (access * _PLACES + place) * self._behind + behind
 
     def _uses(self, placement: Placement, entries: Ints, chunks: Ints, *, updated: bool) -> tuple[Ints, Ints, Ints]:
         """The first use of every loaded chunk, and of every resident one whose weights are being updated."""
@@ -340,3 +381,42 @@ class WorkTimes:
 
 def _rows(keys: Ints, kind: int, chunks: Ints | list[int]) -> tuple[Ints, Ints, Ints]:
     return keys, np.full(len(keys), kind), np.asarray(chunks)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The case of a replay: a placement with its schedule, and the work of a packing."""
+
+    times: WorkTimes
+    """Seconds of every piece of work."""
+    placement: Placement
+    schedule: Schedule
+    result: ScheduleResult
+    """The walk of the first batch."""
+    grad_blocks: int
+    """Gradient blocks of the plan."""
+    clipped: bool = False
+    """Whether gradients turn out to be clipped, so that states made early are discarded and made again."""
+
+    def batches(self, count: int, *, updated: bool, record: bool = False) -> list[Events]:
+        """Events of each batch of a step.
+
+        The blocks are empty before the first only, since weights change between steps. Batches that find the same
+        chunks in the blocks have the same walk, and so the same events.
+
+        Args:
+            count: batches.
+            updated, record: those of `WorkTimes.events`, the former for the first batch.
+        """
+        found: list[Events] = []
+        walk, before = self.result, None
+        for batch in range(count):
+            if batch:
+                walk = self.schedule.simulate(self.result.blocks, walk.left)
+            after_step = updated and not batch
+            if walk is before:
+                found.append(found[-1])
+            else:
+                found.append(self.times.events(self.placement, self.schedule, walk, updated=after_step, record=record))
+            before = None if after_step else walk
+        return found

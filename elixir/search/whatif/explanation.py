@@ -15,7 +15,7 @@ from typing import Literal
 
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
-from elixir.plan.chunk_plan import Home, StateHome
+from elixir.plan.chunk_plan import ChunkPlan, Home, StateHome
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.prediction import Judgement
 from elixir.search.advise.answer import Answer, Effect
@@ -159,25 +159,10 @@ def explain(
     step = simulate_step(plan, trace, hardware)
     variants = _Variants(plan, trace, hardware)
     chunks = []
-    for index, chunk in enumerate(plan.chunks):
+    for index in range(len(plan.chunks)):
         if progress is not None:
             progress(f"chunk {index}", index, len(plan.chunks))
-        elsewhere = tuple(
-            Elsewhere(Spot.of(home, chunk.trainable), variants.change(variants.moved(index, home), plan.block_count))
-            for home in variants.other_homes(index)
-        )
-        named = chunk.parameters or (None,)
-        chunks.append(
-            ChunkReasons(
-                chunk=index,
-                first_parameter=named[0].name if named[0] else "",
-                last_parameter=named[-1].name if named[-1] else "",
-                weight_bytes=chunk.weight_bytes,
-                spot=Spot.of(chunk.home, chunk.trainable),
-                elsewhere=elsewhere,
-                early=chunk.home.early,
-            )
-        )
+        chunks.append(variants.reasons(index))
     again = Answer.of(plan, trace, hardware)
     return Explanation(
         step_s=step.step_s,
@@ -208,26 +193,31 @@ class _Variants:
         self._depth = plan.prefetch_depth if plan.block_count else PREFETCH_DEPTH * plan.overlap
         self._base = self._weighed(self._placement, plan.block_count)
 
-    def other_homes(self, index: int) -> Iterator[Home]:
-        """Yields the other homes in which a search could have put a chunk."""
+    def reasons(self, index: int) -> ChunkReasons:
+        """One chunk, and what every other home that a search could have given it would change."""
         chunk = self._plan.chunks[index]
-        homes = list(levels_of(self._model, index, gathered=self._gathered))
+        named = chunk.parameters or (None,)
+        return ChunkReasons(
+            chunk=index,
+            first_parameter=named[0].name if named[0] else "",
+            last_parameter=named[-1].name if named[-1] else "",
+            weight_bytes=chunk.weight_bytes,
+            spot=Spot.of(chunk.home, chunk.trainable),
+            elsewhere=tuple(self._elsewhere(index, chunk)),
+            early=chunk.home.early,
+        )
+
+    def _elsewhere(self, index: int, chunk: ChunkPlan) -> Iterator[Elsewhere]:
+        """The chunk at other homes, updated early if it is, and can be there."""
+        possible, homes = list(levels_of(self._model, index, gathered=self._gathered)), self._placement.homes
         if self._plan.disk_budget_bytes and chunk.trainable:
-            homes += [home.having("disk") for home in homes if home.states == "host"]
+            possible += [home.having("disk") for home in possible if home.states == "host"]
         for home in Home:
-            if home in homes and home != chunk.home.having():
-                yield home
-
-    def moved(self, index: int, home: Home) -> Placement:
-        """The plan's placement with one chunk at `home`, and updated early if it is, and can be there."""
-        homes = self._placement.homes
-        if homes[index].early and home.states == "host":
-            home = home.having(update="early")
-        return Placement((*homes[:index], home, *homes[index + 1 :]))
-
-    def change(self, placement: Placement, wanted_blocks: int) -> Difference:
-        """The difference from the plan as it is, with as near to so many blocks as the placement allows."""
-        return self._against(self._weighed(placement, wanted_blocks))
+            if home in possible and home != chunk.home.having():
+                there = home.having(update="early") if chunk.home.early and home.states == "host" else home
+                moved = Placement((*homes[:index], there, *homes[index + 1 :]))
+                change = self._against(self._weighed(moved, self._plan.block_count))
+                yield Elsewhere(Spot.of(home, chunk.trainable), change)
 
     def after_norm(self) -> Difference | None:
         """The difference that it makes to have no early updates; None if there are none."""

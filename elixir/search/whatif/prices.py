@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elixir.errors import InputError
 from elixir.files import FILES
-from elixir.search.whatif.sweep_row import SweepRow
+from elixir.search.whatif.sweep import SweepRow
 from elixir.units import GIB
 
 COLUMNS = ("machine", "devices", "per_hour", "currency", "source", "read_on")

@@ -7,29 +7,105 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
 
 from elixir.errors import ElixirError, InputError, PlanError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
-from elixir.search.question import StepQuestion
+from elixir.plan.activations import activations_text
+from elixir.plan.plan import Plan
+from elixir.plan.process_need import must_be_free_bytes
+from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
+from elixir.search.advise.answer import Answer
+from elixir.search.budgets import resolve_budgets
+from elixir.search.planner import plan_or_shortage, setting_for
+from elixir.search.propose.shortage import lacks_device, live_bytes, room
+from elixir.search.propose.sizes import Budgets
+from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
-from elixir.search.searches import profile_for
-from elixir.search.whatif.sweep_row import (
-    HOST_PER_DEVICE_BYTE,
-    SweepRow,
-    Traces,
-    try_out,
-    with_network,
-)
+from elixir.search.searches import profile_for, with_exact_moves
+from elixir.search.simulator.simulation import Simulation, simulate_step
+from elixir.step_trace import StepTrace
+from elixir.units import dtype_name, parse_bytes
 
 __all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
 
+Collected = TypeVar("Collected")
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
 """The options for every machine, unless the caller gives others."""
 STEP_ON_PAPER = StepQuestion(dtype="bf16")
 """The step, likewise."""
+HOST_PER_DEVICE_BYTE = 2
+"""Host memory of a machine that says nothing of it, per byte of device memory in use on it.
+
+Assumption: machines are bought with about so much; a DGX H200 has 2 TB with 8 x 141 GB (NVIDIA, DGX H200 datasheet).
+"""
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One combination: whether it fits, and what its plan would do. What is not known is None."""
+
+    model: str
+    machine: str
+    world_size: int
+    batch: int
+    """Samples per rank."""
+    seq: int | None
+    """Tokens per sample; None where samples are no tokens."""
+    dtype: str
+    fits: bool
+    reason: str
+    """The reason why not, in one sentence; empty if it fits."""
+    device_budget_bytes: int
+    """Bytes of one device."""
+    host_budget_bytes: int
+    """Bytes of one machine, all its ranks together."""
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    """Samples of all ranks together."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks together."""
+    fastest_s: float | None = None
+    """The least that a step may take, as far as rates are uncertain; `slowest_s` is the most."""
+    slowest_s: float | None = None
+    device_flops_per_s: float | None = None
+    """FLOP/s of one device, recomputed work included."""
+    peak_share: float | None = None
+    """`device_flops_per_s` over the device's published peak."""
+    device_peak_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    bound_by: str | None = None
+    """The resource with most seconds on the critical path of the step."""
+    chunks: int | None = None
+    resident_chunks: int | None = None
+    weights_on_host_chunks: int | None = None
+    states_on_host_chunks: int | None = None
+    block_count: int | None = None
+    host_to_device_bytes: int | None = None
+    """Per rank and step."""
+    device_to_host_bytes: int | None = None
+    network_bytes: int | None = None
+    disk_budget_bytes: int = 0
+    """Bytes of one machine, like the host's."""
+    disk_peak_bytes: int | None = None
+    states_on_disk_chunks: int | None = None
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
+    accumulation: int = 1
+    """Micro-batches of an optimizer step, `batch` samples each."""
+    replicas_bytes: int | None = None
+    """Per rank and step, between replicas."""
+    activations: str | None = None
+    """The results that layers keep or move, in words, where that was chosen."""
+    must_be_free_bytes: int | None = None
+    """Bytes of one machine that all its processes take, libraries and programs included."""
+    ranks_per_host: int | None = None
+    """Ranks on one machine."""
 
 
 @dataclass(frozen=True)
@@ -99,32 +175,16 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
     for name, values in (("world size", world_sizes), ("batch", batches)):
         for value in values:
             check_count(f"a {name}", value)
-    traces = Traces(step)
     cases = [
-        (model, batch, hardware, world_size)
-        for model in models
-        for batch in batches
-        for hardware in profiles
-        for world_size in world_sizes
+        _Case(
+            replace(step, model=model, batch=batch),
+            hardware,
+            count,
+            f"{model}, batch {batch}, {count} x {hardware.name}",
+        )
+        for model, batch, hardware, count in product(models, batches, profiles, world_sizes)
     ]
-    rows: list[SweepRow] = []
-    errors = []
-    for done, (model, batch, hardware, world_size) in enumerate(cases):
-        if progress is not None:
-            progress(f"{model}, batch {batch}, {world_size} x {hardware.name}", done, len(cases))
-        try:
-            row, error = try_out(traces, replace(request, world_size=world_size), model, batch, hardware)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            raise SweepInterrupted(rows, done, len(cases)) from None
-        if each is not None and _was_planned(error):
-            each(row)
-        rows.append(row)
-        errors.append(error)
-    if not any(map(_was_planned, errors)):
-        raise next(error for error in errors if error is not None)
-    return rows
+    return _tried(cases, request, lambda rows: [row for _, row in rows], progress, each)
 
 
 def fit(  # noqa: PLR0913 - as `sweep`
@@ -159,36 +219,55 @@ def fit(  # noqa: PLR0913 - as `sweep`
     check_count("batch", batch)
     for count in counts or ():
         check_count("a count", count)
-    traces = Traces(step)
-    candidates = [
-        (hardware.device_memory_bytes * count, count, place, hardware)
+    cases = [
+        _Case(replace(step, model=model, batch=batch), hardware, count, f"{model} on {count} x {hardware.name}", place)
         for place, hardware in enumerate(profiles)
         for count in (doublings(hardware.devices_per_host) if counts is None else sorted(dict.fromkeys(counts)))
     ]
-    if not candidates:
+    if not cases:
         raise InputError("no machine to try: give at least one")
-    candidates.sort(key=lambda candidate: candidate[:3])
-    found: dict[int, SweepRow] = {}
-    failed: dict[int, SweepRow] = {}
-    errors = []
-    for done, (_, count, place, hardware) in enumerate(candidates):
-        if place in found:
+    cases.sort(key=lambda case: (case.hardware.device_memory_bytes * case.world_size, case.world_size, case.machine))
+    return _tried(cases, request, _fit_of, progress, each)
+
+
+class _Case(NamedTuple):
+    """One combination, and how it is called."""
+
+    step: StepQuestion
+    hardware: HardwareProfile
+    world_size: int
+    text: str
+    machine: int | None = None
+    """A number for each machine that is left alone once it has a row that fits; None: all are tried."""
+
+
+def _tried(
+    cases: Sequence[_Case],
+    request: SearchRequest,
+    outcome: Callable[[list[tuple[_Case, SweepRow]]], Collected],
+    progress: Progress | None,
+    each: Callable[[SweepRow], None] | None,
+) -> Collected:
+    """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
+    traces, rows, errors = Traces(), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
+    for done, case in enumerate(cases):
+        if any(row.fits and case.machine is not None and case.machine == other.machine for other, row in rows):
             continue
         if progress is not None:
-            progress(f"{model} on {count} x {hardware.name}", done, len(candidates))
+            progress(case.text, done, len(cases))
         try:
-            row, error = try_out(traces, replace(request, world_size=count), model, batch, hardware)
+            row, error = try_out(traces, replace(request, world_size=case.world_size), case)
         except KeyboardInterrupt:
-            if not (found or failed):
+            if not rows:
                 raise
-            raise SweepInterrupted(_fit_of(found, failed), done, len(candidates)) from None
+            raise SweepInterrupted(outcome(rows), done, len(cases)) from None
         if each is not None and _was_planned(error):
             each(row)
-        (found if row.fits else failed)[place] = row
+        rows.append((case, row))
         errors.append(error)
     if not any(map(_was_planned, errors)):
         raise next(error for error in errors if error is not None)
-    return _fit_of(found, failed)
+    return outcome(rows)
 
 
 def _was_planned(error: ElixirError | None) -> bool:
@@ -196,9 +275,12 @@ def _was_planned(error: ElixirError | None) -> bool:
     return error is None or isinstance(error, PlanError)
 
 
-def _fit_of(found: Mapping[int, SweepRow], failed: Mapping[int, SweepRow]) -> Fit:
-    rows = [*found.values(), *(row for place, row in failed.items() if place not in found)]
-    return Fit(rows[0].model, next(iter(found.values()), None), tuple(rows))
+def _fit_of(rows: Sequence[tuple[_Case, SweepRow]]) -> Fit:
+    """The rows that fit, and of each other machine the last one."""
+    best = [row for _, row in rows if row.fits]
+    fitting = {case.machine for case, row in rows if row.fits}
+    others = {case.machine: row for case, row in rows if case.machine not in fitting}
+    return Fit(rows[0][1].model, next(iter(best), None), (*best, *others.values()))
 
 
 def doublings(most: int) -> tuple[int, ...]:
@@ -209,3 +291,148 @@ def doublings(most: int) -> tuple[int, ...]:
     """
     powers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     return tuple(dict.fromkeys((*powers, most)))
+
+
+@dataclass
+class Traces:
+    """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
+
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    """Models that were built for traces, by name; at most one."""
+    _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
+    _kinds: dict[tuple[object, ...], dict[Any, Any]] = field(default_factory=dict)
+
+    def get(self, step: StepQuestion, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
+        """The step of one combination, with activations that are chosen for it if the request says so."""
+        key = (step.model, step.batch, hardware.device_kind, hardware.compute_capability)
+        if key not in self._known:
+            try:
+                built = self._built(step)
+                asked = step if request.activations is None else that_keeps_everything(step, built)
+                self._known[key] = asked.trace(hardware, built, self._kinds.setdefault(key, {}))
+            except ElixirError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, ElixirError):
+            raise found
+        return (
+            found
+            if request.activations is None
+            else trace_that_keeps(step, hardware, request, self._built(step), found, self._kinds[key])
+        )
+
+    def _built(self, step: StepQuestion) -> nn.Module:
+        model = str(step.model)
+        if model not in self.models:
+            self.models.clear()  # models come one after the other, and some configs make large ones
+            self.models[model] = step.build()
+        return self.models[model]
+
+
+def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
+    """Budgets of a machine that need not be here: given, from its profile, or by `HOST_PER_DEVICE_BYTE`."""
+    unknown = hardware.device_memory_bytes
+    if hardware.device_kind != "cpu":
+        unknown *= HOST_PER_DEVICE_BYTE * hardware.ranks_per_host(request.world_size)
+    return resolve_budgets(hardware, request, unknown_host_bytes=unknown, on_paper=True)
+
+
+def try_out(traces: Traces, request: SearchRequest, case: _Case) -> tuple[SweepRow, ElixirError | None]:
+    """The row of one combination, and what stood in its way."""
+    step, hardware = case.step, case.hardware
+    disk_bytes = 0 if request.disk_memory is None else parse_bytes(request.disk_memory)
+    budgets = replace(budgets_on_paper(hardware, request), disk_bytes=disk_bytes)
+    dtype, world_size = step.torch_dtype, request.world_size
+    known: dict[str, Any] = {
+        "model": step.model,
+        "machine": hardware.name,
+        "world_size": world_size,
+        "batch": step.batch,
+        "accumulation": request.accumulation,
+        "seq": step.seq,
+        "dtype": "as built" if dtype is None else dtype_name(dtype),
+        "device_budget_bytes": budgets.device_bytes,
+        "host_budget_bytes": budgets.host_bytes,
+        "disk_budget_bytes": disk_bytes,
+    }
+    try:
+        _check_network(hardware, world_size)
+        found = replace(request, device_memory=budgets.device_bytes, device_reserve=None, host_reserve=None)
+        if budgets.machine_bytes is None:
+            found = replace(found, host_memory=None, host_budget=budgets.host_bytes)
+        trace = traces.get(step, hardware, found)
+        known["model"], known["batch"] = trace.model_name, trace.step.samples or step.batch
+        known["seq"] = trace.step.seq
+        _check_room(trace, hardware, request, budgets)
+        question = Question(trace, hardware, replace(found, activations=None))
+        answer = Answer(plan_or_shortage(question), question)
+        answer = with_exact_moves(answer, step, traces.models.get(str(step.model)))
+        plan, simulated = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
+    except ElixirError as error:
+        if isinstance(error, PlanError) and budgets.device_slack_bytes:
+            full = replace(request, device_memory=budgets.with_slack().device_bytes, device_reserve=None)
+            row, problem = try_out(traces, full, case)
+            if problem is None:
+                return row, None
+        return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
+    known["ranks_per_host"] = hardware.ranks_per_host(world_size)
+    return SweepRow(**known, fits=True, reason="", **_measures(plan, simulated, known["batch"], hardware)), None
+
+
+def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProfile) -> dict[str, Any]:
+    predicted = plan.predicted
+    fastest_s, slowest_s = predicted.range_s or (None, None)
+    per_s = plan.world_size * plan.accumulation / step.step_s if step.step_s else None
+    return {
+        "step_s": step.step_s,
+        "samples_per_s": None if per_s is None else samples * per_s,
+        "tokens_per_s": None if per_s is None or plan.step.tokens is None else plan.step.tokens * per_s,
+        "fastest_s": fastest_s,
+        "slowest_s": slowest_s,
+        "device_flops_per_s": predicted.flops_per_s,
+        "peak_share": predicted.peak_share,
+        "device_peak_bytes": predicted.device_peak_bytes,
+        "host_peak_bytes": predicted.host_peak_bytes,
+        "must_be_free_bytes": must_be_free_bytes(plan, hardware),
+        "disk_peak_bytes": predicted.disk_peak_bytes,
+        "bound_by": step.bound_by,
+        "activations": activations_text(plan.activations) or None,
+        **plan.counts,
+        "block_count": plan.block_count,
+        **{f"{link}_bytes": amount for link, amount in predicted.moved_bytes.items()},
+    }
+
+
+def with_network(
+    hardware: HardwareProfile, network_bytes_per_s: float | None, devices_per_host: int | None = None
+) -> HardwareProfile:
+    """The machine with this bandwidth between machines, per machine and direction, and so many devices in each; as it
+    is where None is given."""
+    given = {"network_bytes_per_s": network_bytes_per_s, "devices_per_host": devices_per_host}
+    return replace(hardware, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _check_network(hardware: HardwareProfile, world_size: int) -> None:
+    if world_size > hardware.ranks_per_host(world_size) and hardware.network_bytes_per_s is None:
+        raise InputError(
+            f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
+            f"bandwidth between machines, or devices_per_host={world_size} (--devices-per-host) if one has as many"
+        )
+
+
+def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
+    """Refuses what cannot fit however it is placed, before a search that would take seconds to say so."""
+    needed, there = room(trace, setting_for(Question(trace, hardware, request)), budgets)
+    if needed > there:
+        raise PlanError(
+            f"{trace.model_name}: weights and optimizer states exceed device and host memory"
+            f"{', and the disk,' if budgets.disk_bytes else ''} together",
+            needed_bytes=needed,
+            available_bytes=there,
+        )
+    if lacks_device(trace, budgets):
+        raise PlanError(
+            f"{trace.model_name}: activations, inputs and buffers alone exceed the device memory, wherever weights are",
+            needed_bytes=live_bytes(trace),
+            available_bytes=budgets.device_bytes,
+        )

@@ -13,10 +13,10 @@ import pytest
 from elixir.cli import main
 from elixir.cli.options import build_parser, normalise
 from elixir.errors import InputError
-from elixir.hardware.profile import HardwareProfile, preset_names
+from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
-from elixir.search.whatif.sweep_row import SweepRow
+from elixir.search.whatif.sweep import SweepRow
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 from tests.common.command_line import fails, run
 
@@ -119,13 +119,13 @@ def test_rows_come_one_by_one_and_an_interrupt_loses_none(
     tried: list[str] = []
     shown: list[str] = []
 
-    def try_out(_: object, request: SearchRequest, model: str, batch: int, hardware: HardwareProfile) -> Any:
+    def try_out(_: object, request: SearchRequest, case: Any) -> Any:
         shown.append(capsys.readouterr().err)
         if len(tried) in (2, 3):
             raise KeyboardInterrupt
-        tried.append(hardware.name)
-        row = SweepRow(model, hardware.name, request.world_size, batch, 8, "bfloat16", True, "", 1, 1, step_s=2.5)
-        return row, None
+        tried.append(case.hardware.name)
+        asked = case.step.model, case.hardware.name, request.world_size, case.step.batch
+        return SweepRow(*asked, 8, "bfloat16", True, "", 1, 1, step_s=2.5), None
 
     monkeypatch.setattr("elixir.search.whatif.sweep.try_out", try_out)
     argv = (command, "opt-125m", "--hardware", "t4,rtx3090,h200", "--world-sizes", "1", "--host-memory", "8GiB", *more)

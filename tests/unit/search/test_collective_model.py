@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
+from elixir.search.simulator.rates import Cluster, all_reduce_s, gather_s
 
 
 def test_collectives_follow_their_formulas() -> None:

@@ -18,7 +18,7 @@ from elixir.search import plan_from_trace
 from elixir.search.budgets import warn_if_disk_full
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting, Spill
-from elixir.search.propose.disk_overflow import spilled
+from elixir.search.propose.candidate import spilled
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace

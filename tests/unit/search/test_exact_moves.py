@@ -13,7 +13,7 @@ from torch import nn
 from elixir.errors import TraceError
 from elixir.search.advise.answer import Answer
 from elixir.search.planner import plan_or_shortage
-from elixir.search.problem.swapped_trace import with_inputs_on_host
+from elixir.search.problem.activation_trace import with_inputs_on_host
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import with_exact_moves
@@ -30,7 +30,7 @@ def answer() -> Answer:
     trace = replace(trace, step=replace(trace.step, checkpoint="non-reentrant"))
     options["pass_size"] = "auto"
     question = Question(trace, machine, SearchRequest.of(options.pop("asked"), **options))
-    found = Answer(plan_or_shortage(*question), question)
+    found = Answer(plan_or_shortage(question), question)
     assert found.plan.step.swap_bytes > 0 == trace.step.swap_bytes
     assert found.plan.pass_size > 1
     return found

@@ -14,9 +14,10 @@ from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
 from elixir.search.planner import plan_or_shortage, simple_plan
-from elixir.search.problem import swapped_trace
-from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.swapped_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
+from elixir.search.problem import activation_trace
+from elixir.search.problem.activation_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
+from elixir.search.problem.coarse_trace import pass_trace
+from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
@@ -97,7 +98,7 @@ def planned(trace: StepTrace, size: int | Literal["auto"], device_memory: str = 
         assume="nominal",
         placement="cpu" if size != "auto" or device_memory == "23MiB" else "auto",
     )
-    return plan_or_shortage(trace, slow_link(), request)
+    return plan_or_shortage(Question(trace, slow_link(), request))
 
 
 def test_a_plan_knows_its_passes_and_simulates_as_predicted(deep: StepTrace) -> None:
@@ -121,7 +122,7 @@ def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None
 @pytest.fixture
 def small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has tensors of tiny models be worth a copy."""
-    for module in (swapping, swapped_trace):
+    for module in (swapping, activation_trace):
         monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
 
 
@@ -166,13 +167,13 @@ def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
     request = SearchRequest(
         world_size=1, accumulation=8, pass_size="auto", device_memory="20MiB", host_budget="64GiB", assume="nominal"
     )
-    found = plan_or_shortage(step, slow_link(), request)
-    without = plan_or_shortage(step, slow_link(), request, moves=False)
+    found = plan_or_shortage(Question(step, slow_link(), request))
+    without = plan_or_shortage(Question(step, slow_link(), request), moves=False)
     assert found.step.swap_bytes > 0 == without.step.swap_bytes
     assert found.predicted.step_s < without.predicted.step_s / 1.01
     assert found.predicted.host_parts["swapped_activations"] == found.step.swap_bytes
     assert simulate_step(found, step, slow_link()).step_s == pytest.approx(found.predicted.step_s, rel=1e-6)
-    assert plan_or_shortage(step, slow_link(), replace(request, device_memory="1GiB")).step.swap_bytes == 0
+    assert plan_or_shortage(Question(step, slow_link(), replace(request, device_memory="1GiB"))).step.swap_bytes == 0
 
 
 class Counting(Stack):
@@ -201,10 +202,10 @@ def test_a_model_that_counts_in_a_buffer_gets_no_passes() -> None:
     assert StepTrace.from_json(stateless.to_json()) == stateless
 
     request = SearchRequest(world_size=1, accumulation=8, pass_size="auto", placement="cpu", host_budget="1GiB")
-    assert plan_or_shortage(stateless, slow_link(), request).pass_size > 1
-    assert plan_or_shortage(counting, slow_link(), request).pass_size == 1
+    assert plan_or_shortage(Question(stateless, slow_link(), request)).pass_size > 1
+    assert plan_or_shortage(Question(counting, slow_link(), request)).pass_size == 1
     with pytest.raises(InputError, match="^layers.1 keeps 'forwards' from one forward .* plan with pass_size=1"):
-        plan_or_shortage(counting, slow_link(), replace(request, pass_size=2))
+        plan_or_shortage(Question(counting, slow_link(), replace(request, pass_size=2)))
 
 
 @pytest.mark.parametrize(("accumulation", "sizes"), [(1, (1,)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 12)), (7, (1, 7))])

@@ -11,7 +11,7 @@ import pytest
 from elixir.errors import InputError
 from elixir.hardware.profile import preset_names
 from elixir.search.whatif.prices import HOUR_S, Offer, Prices
-from elixir.search.whatif.sweep_row import SweepRow
+from elixir.search.whatif.sweep import SweepRow
 from elixir.units import GIB
 
 HEAD = "machine,devices,per_hour,currency,source,read_on"

@@ -22,8 +22,7 @@ from elixir.hardware.promises import Memory, Outstanding
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import disk_budget, host_memory_here, resolve_budgets, warn_if_disk_full
 from elixir.search.planner import simple_plan
-from elixir.search.problem.kept_trace import kept_trace
-from elixir.search.problem.swapped_trace import SwappableStep, swapped_trace
+from elixir.search.problem.activation_trace import SwappableStep, kept_trace, swapped_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace

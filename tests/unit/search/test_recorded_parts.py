@@ -28,26 +28,24 @@ from elixir.optimizer_states import MomentKind, state_size
 from elixir.plan.chunk_plan import Home
 from elixir.search.advise.changes import better_machine, for_memory, for_speed, more_machine
 from elixir.search.budgets import CUDA_CONTEXT_BYTES
-from elixir.search.problem.kept_trace import kept_trace
-from elixir.search.problem.pass_trace import pass_trace
-from elixir.search.problem.placement import Placement, Spill
-from elixir.search.problem.swapped_trace import (
+from elixir.search.problem.activation_trace import (
     FIRST_INPUT,
     SMALLEST_BYTES,
     WHOLE,
     SwappableStep,
+    kept_trace,
     movable_inputs,
     swapped_trace,
     with_inputs_on_host,
 )
-from elixir.search.propose.disk_overflow import spilled
-from elixir.search.propose.kept_results import KeptResults
+from elixir.search.problem.coarse_trace import pass_trace
+from elixir.search.problem.placement import Placement, Spill
+from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
+from elixir.search.propose.candidate import spilled
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.propose.swapped_units import SwappedUnits
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.cluster import Cluster, all_reduce_s, gather_s
-from elixir.search.simulator.rates import Line, Rates
+from elixir.search.simulator.rates import Cluster, Line, Rates, all_reduce_s, gather_s
 from elixir.search.whatif.explanation import Spot
 from elixir.step_trace import Operation, Result, StepTrace, UnitActivations
 from elixir.units import MIB
@@ -203,7 +201,10 @@ def moved_of(trace: StepTrace) -> list[Any]:
     rates = Rates(replace(make_hardware(), **links), "bfloat16", 1, 1)  # type: ignore[arg-type]
     fillings = KeptResults(trace, rates)
     units, compute_s = SwappedUnits(fillings, rates), float(rates.accesses_s(fillings.filled(0)).sum())
-    found: list[Any] = [fillings.changes, fillings.saved_s]
+    found: list[Any] = [
+        fillings.changes,
+        list(itertools.accumulate((each.saved_s for each in fillings.changes), initial=0.0)),
+    ]
     for spare, host in itertools.product((0, 2**25, 2**27, 2**31), (0, 2**24, 2**26, 2**28, 2**40)):
         ways = list(units.ways(spare, host, compute_s))
         found.append([[way, units.activations(way)] for way in ways])

@@ -22,18 +22,19 @@ from elixir.artifact import digest
 from elixir.hardware.scenario import Scenario
 from elixir.plan.plan import Plan
 from elixir.search.planner import setting_for
+from elixir.search.problem.activation_trace import movable_inputs, with_inputs_on_host
+from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.problem.placement import Placement, Spill
-from elixir.search.problem.swapped_trace import movable_inputs, with_inputs_on_host
 from elixir.search.propose.candidate import Candidate, weigh
 from elixir.search.propose.family import levels_of
 from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.propose.written_plan import to_plan
+from elixir.search.question import Question
 from elixir.search.replan import LEAST_BUSY_S, EarlyShares, Observation, calibrated, simulated_s, worst
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.early_updates import can_step
+from elixir.search.simulator.simulated_cost import can_step
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import Form, StepTrace
 from elixir.units import MIB
@@ -88,7 +89,7 @@ def some_space(draw: random.Random) -> tuple[SearchSpace, str, StepTrace]:
         "frozen_weights": draw.choice(("host", "files")),
         "replicas": draw.choice((1, ranks // 2 or 1)),
     }
-    setting = setting_for(trace, machine, SearchRequest.of(ranks, **options))
+    setting = setting_for(Question(trace, machine, SearchRequest.of(ranks, **options)))
     return SearchSpace(trace, machine, setting, compute_scale=draw.choice((1.0, 1.3))), optimizer, whole
 
 

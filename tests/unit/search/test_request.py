@@ -14,8 +14,8 @@ import elixir
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.plan.replicas import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
+from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.from_plan import packed_step_of
-from elixir.search.problem.pass_trace import pass_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
 from elixir.search.simulator.simulation import simulate_step

@@ -40,7 +40,7 @@ _GIVEN: dict[str, Any] = {"device_memory": PLENTY, "host_budget": PLENTY}
 
 def test_a_plan_that_fits_leaves_what_is_kept_back_for_the_allocator(caplog: pytest.LogCaptureFixture) -> None:
     request = SearchRequest(world_size=1, host_budget=PLENTY, search="minimum_waste", assume="nominal")
-    plan_or_shortage(make_trace(), replace(HARDWARE, device_name="No such device"), request)
+    plan_or_shortage(Question(make_trace(), replace(HARDWARE, device_name="No such device"), request))
     assert "expandable_segments" not in caplog.text
 
 
@@ -236,7 +236,7 @@ def test_a_plan_may_take_what_is_kept_back_for_the_allocator_before_it_is_refuse
     whole = int(least_needed(trace, 1) / 0.78)  # a quarter is kept back, a fifth without the allocator's part
     tight = replace(HARDWARE, device_name="No such device", device_memory_bytes=CUDA_CONTEXT_BYTES + whole)
     request = SearchRequest(world_size=1, host_budget=PLENTY, assume="nominal")
-    made = plan_or_shortage(trace, tight, request)
+    made = plan_or_shortage(Question(trace, tight, request))
     assert "expandable_segments:True" in caplog.text
     assert planned(Question(trace, tight, request)) == made
 

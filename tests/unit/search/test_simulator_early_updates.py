@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elixir.optimizer_states import StateSize
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.simulator.early_updates import worth_stepping
 from elixir.search.simulator.replay import RESOURCES
+from elixir.search.simulator.simulated_cost import worth_stepping
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import ParamInfo, StepTrace
 from tests.common.chains import NUMEL, Speeds, chain, chain_plan, updating_early

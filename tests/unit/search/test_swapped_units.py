@@ -10,8 +10,7 @@ import torch
 
 from elixir.hardware.profile import preset
 from elixir.search import optimal_search
-from elixir.search.problem.kept_trace import kept_trace
-from elixir.search.problem.swapped_trace import FIRST_INPUT, WHOLE, SwappableStep, swapped_trace
+from elixir.search.problem.activation_trace import FIRST_INPUT, WHOLE, SwappableStep, kept_trace, swapped_trace
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case

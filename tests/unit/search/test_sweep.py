@@ -19,8 +19,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import answer_to
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.whatif.sweep import doublings, fit, sweep
-from elixir.search.whatif.sweep_row import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper
+from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE, SweepRow, budgets_on_paper, doublings, fit, sweep
 from elixir.show.sweep import plot_sweep, reasons, sweep_table, to_frame
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
-from elixir.search.problem.kept_trace import kept_trace
+from elixir.search.problem.activation_trace import kept_trace
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.tracer import compiled
 from elixir.tracer.compiled import generated_code

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
 from elixir.models.layer_units import layer_units, repeated_layers
-from elixir.search.problem.joined_trace import joined_trace
+from elixir.search.problem.coarse_trace import joined_trace
 from elixir.step_trace import Result, StepShape, StepTrace, Unit, UnitActivations
 from tests.common.tracing import cpu_trace, sum_step
 from tests.unit.wrapper import test_units_as_one

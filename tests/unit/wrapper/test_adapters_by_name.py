@@ -19,7 +19,7 @@ from elixir.models.loading import build
 from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe
 from elixir.models.step import default_step, input_to_trace
-from elixir.search.problem.joined_trace import joined_trace
+from elixir.search.problem.coarse_trace import joined_trace
 from elixir.search.question import StepQuestion
 from elixir.tracer.trace import trace_step
 from tests.common.parity import assert_as_planned, take_step

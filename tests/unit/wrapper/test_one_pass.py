@@ -25,7 +25,7 @@ from elixir.access import swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
-from elixir.search.problem import swapped_trace
+from elixir.search.problem import activation_trace
 from elixir.search.replan import Correction, Observation
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
@@ -269,7 +269,7 @@ def test_layers_that_a_plan_runs_again_run_twice(monkeypatch: pytest.MonkeyPatch
 def test_a_search_moves_inputs_as_they_are_and_makes_layers_run_again(
     monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    for module in (swapping, swapped_trace):
+    for module in (swapping, activation_trace):
         monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
     link = dict.fromkeys(("host_to_device_bytes_per_s", "device_to_host_bytes_per_s"), 10000000.0)
 
