@@ -12,8 +12,8 @@ from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
+from elixir.checkpoint_format.folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 

@@ -16,7 +16,7 @@ from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.saving import Saves
 from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor

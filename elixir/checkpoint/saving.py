@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.loaded import Loaded
-from elixir.checkpoint.shared_folder import SharedFolder
+from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder
 from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
-from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
+from elixir.checkpoint_format.folders import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group

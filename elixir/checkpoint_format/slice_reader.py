@@ -13,10 +13,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, checksum, memory_of, span_count
 from elixir.checkpoint_format.slices import header_in_index
 from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError
 from elixir.files import FILES, File, Files, PathLike

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint import loading as module
 from elixir.checkpoint import saving as saving_of
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
+from elixir.checkpoint.shared_folder import HeartbeatGroup
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import saved_tensor, slice_reader, slices
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint

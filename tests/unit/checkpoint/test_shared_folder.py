@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions
-from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
-from elixir.checkpoint_format.commit import commit, read_index
+from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder, newest_of_all
+from elixir.checkpoint_format.folders import commit, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointError, FileError
