@@ -8,9 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
-from elixir.checkpoint.saving import SaveOptions, Saves, Saving
+from elixir.checkpoint.saving import Loaded, SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
@@ -90,20 +89,16 @@ class Checkpoints:
             return load_checkpoint(self.folder / step_folder(step), state, strict=strict, files=self._files)
         saves = Saves.of(UserState.of(state).states)
         saves.settle()
-        problem: Exception | None = None
-        mine: dict[str, int] = {}
-        try:
-            mine, damaged = sequences(self.folder, files=self._files)
+        with saves.together("checkpoints", (CheckpointError, FileError, InputError)) as ranks:
+            ranks.mine, damaged = sequences(self.folder, files=self._files)
             for error in damaged:
                 logger.warning("left out: %s", error)
             if os.path.lexists(self.folder / INDEX_NAME):
-                problem = InputError(
+                raise InputError(
                     f"{self.folder} is one checkpoint: give Checkpoints the folder around it, or call load_checkpoint"
                 )
-        except (CheckpointError, FileError) as error:
-            problem = error
         known: dict[str, int] = {}
-        for theirs in saves.together("checkpoints", mine, problem):
+        for theirs in ranks.answers:
             for name, sequence in theirs.items():
                 known[name] = max(sequence, known.get(name, 0))
         first: CheckpointError | None = None

@@ -3,22 +3,22 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder
-from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
+from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, ChunkReader, Snapshot, SnapshotPool, key_of
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.folders import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
@@ -34,10 +34,9 @@ from elixir.errors import (
     InputError,
     InputTypeError,
     RankError,
-    StateError,
 )
 from elixir.files import FILES, Files, PathLike, absolute
-from elixir.optimizer_states import BLOCK_NUMEL, is_adam
+from elixir.optimizer_states import is_adam
 from elixir.units import format_bytes
 from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
 
@@ -92,6 +91,27 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was saved or loaded."""
+
+    folder: Path
+    """The checkpoint's folder."""
+    step: int | None
+    """The step that the save was given."""
+    sequence: int
+    """The larger, the later: among the checkpoints of one folder the one with the largest is the latest."""
+    world_size: int
+    """Ranks that saved it."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each thing that was rounded, skipped or left as it was."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether training goes on with the bits with which it would have gone on without a break."""
+        return not self.notes
+
+
+@dataclass(frozen=True)
 class SaveOptions:
     """Options of a save; see `save_checkpoint`."""
 
@@ -105,50 +125,6 @@ class SaveOptions:
     """Whether the folder around this one belongs to one run, so that the save removes old checkpoints there."""
     pool_bytes: int | None = None
     """Limit of memory for copies; None: see `TrainingStates.pool_bytes`. For tests."""
-
-
-class _ChunkReader:
-    """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
-
-    def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
-        self.chunk_states, self._small = states, small
-        found = states.tensors()
-        self.layout = {_key(each.kind, each.name): each for each in found}
-        self.states_only = found[len(states.chunk.held) :]
-        """The tensors after those of the weights."""
-        chunk = states.chunk
-        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
-        exposed = chunk.masters is None and chunk.weights is not None
-        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
-
-    def slices(self) -> list[Slice]:
-        found = []
-        for key, each in self.layout.items():
-            block_numel = BLOCK_NUMEL if each.has_codes else None
-            numel = each.tensor.numel()
-            found.append(Slice(key, each.shape, each.dtype, each.first, numel, block_numel, each.order))
-        return found
-
-    def wait(self) -> None:
-        self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
-
-    def read(self) -> dict[str, LiveTensor]:
-        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.tensors()}
-        if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
-            raise StateError(
-                f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"
-            )
-        self._small |= self.chunk_states.small()
-        return found
-
-    def check(self) -> None:
-        """Refuses weights that were written to, by no step, while they were read."""
-        for parameter, version, name in self._versions:
-            if parameter._version != version:
-                raise CheckpointError(
-                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
-                    "of gathered(write=True), which waits"
-                )
 
 
 @dataclass
@@ -166,7 +142,7 @@ class _RankPart:
 class _Captured:
     """The small values at the time of the call, and readers of the chunks."""
 
-    readers: list[_ChunkReader]
+    readers: list[ChunkReader]
     part: _RankPart
     own_tensors: dict[str, torch.Tensor]
     shared_tensors: dict[str, torch.Tensor]
@@ -194,6 +170,16 @@ class _Part:
         return len(slice_header(self.slices)) + _bytes_of(self.slices)
 
 
+@dataclass
+class Together:
+    """Values that ranks exchange after some work; see `Saves.together`."""
+
+    mine: Any = None
+    """The value of this rank."""
+    answers: list[Any] = field(default_factory=list)
+    """The values of all ranks, in order of rank, once the work is done."""
+
+
 class Saves:
     """The saves of one module, one at a time, in a group that no training uses. Implements `StateReader`."""
 
@@ -218,12 +204,6 @@ class Saves:
         """Number of this rank."""
         return self._values.rank
 
-    def finish(self) -> None:
-        """Waits for the previous save; raises its error if that was not reported yet."""
-        error = self._ended()
-        if error is not None:
-            raise error
-
     def _ended(self) -> CheckpointError | None:
         return None if self.current is None else self.current.end()
 
@@ -244,39 +224,44 @@ class Saves:
         self._values.close()
         return error
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Exchanges a value with all ranks, in order of rank, while no save is under way.
+    @contextlib.contextmanager
+    def together(self, what: str, caught: tuple[type[Exception], ...] = (Exception,)) -> Iterator[Together]:
+        """Surrounds work that all ranks do while no save is under way, and exchanges a value after it. If the work
+        raises on some rank, whatever it is, all ranks raise the error of the first such rank.
+
+        Args:
+            what: name of the exchange.
+            caught: errors that the others hear about.
 
         Raises:
             CheckpointError: the ranks have lost each other.
         """
+        found, problem = Together(), None
         try:
-            return self._values.exchange(what, value)
+            yield found
+        except caught as error:
+            problem = error
+        try:
+            answers = self._values.exchange(what, (found.mine, None if problem is None else _report_of(problem)))
         except RankError as error:
             raise CheckpointError(str(error)) from error
-
-    def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
-        """Exchanges a value, after which all ranks raise if one has a problem: the error of the first rank that has
-        one."""
-        answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
             if theirs is not None:
                 kind, text, more = theirs
                 raise kind(f"rank {rank}: {text}" if self._values.size > 1 else text, **more) from problem
-        return [value for value, _ in answers]
+        found.answers = [value for value, _ in answers]
 
     def start(self, user: UserState, options: SaveOptions) -> Saving:
         """Begins to save; see `save_checkpoint`."""
-        self.finish()
-        states, problem = user.states, None
-        captured: _Captured
-        try:
+        error = self._ended()
+        if error is not None:
+            raise error
+        states = user.states
+        with self.together("save") as ranks:  # also what a lane has raised: all ranks must raise
             states.refuse("save_checkpoint()")
             captured = _capture(user, options, self._values.rank)
-        except Exception as error:  # also what a lane has raised: all ranks must raise
-            problem = error
-        mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
-        answers = self.together("save", mine, problem)
+            ranks.mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
+        answers = ranks.answers
         if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
             rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
@@ -460,7 +445,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     for chunk in chunks:
         if not chunk.is_settled:  # a step may be making states: the file's layout is known after it
             chunk.wait()
-    readers = [_ChunkReader(chunk, small) for chunk in chunks]
+    readers = [ChunkReader(chunk, small) for chunk in chunks]
     for reader in readers:
         clash = next((each for each in reader.states_only if each.kind in NO_STATES), None)
         if clash is not None:
@@ -484,14 +469,14 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "param_groups": tuple(groups),
         "optimizers": optimizers,
         "aliases": states.aliases(),
-        "loss_scale": states.loss_scale_state(),
+        "loss_scale": states.loss_scale.state() if states.loss_scale.used else None,
         "moments": plan.moments if optimizers and is_adam(plan.optimizer) else None,
         "model_fingerprint": plan.model_fingerprint,
         "plan_fingerprint": plan.fingerprint,
         "has_frozen": options.frozen and not plan.reads_files,
     }
     empty = [
-        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
+        Slice(key_of(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
         for each in chunks
         for slot in each.chunk.slots
         if not slot.numel
@@ -532,7 +517,7 @@ def _index(
     common["aliases"] = {
         name: first
         for name, first in common["aliases"].items()
-        if any(_key(kind, first) in tensors for kind in (WEIGHT, "buffer"))
+        if any(key_of(kind, first) in tensors for kind in (WEIGHT, "buffer"))
     }
     return Index(
         id=checkpoint_id,
@@ -557,10 +542,6 @@ def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
 
 def _bytes_of(slices: list[Slice]) -> int:
     return sum(each.nbytes for each in slices)
-
-
-def _key(kind: str, name: str) -> str:
-    return f"{kind}/{name}"
 
 
 def _report_of(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:
