@@ -87,7 +87,8 @@ class Checkpoints:
         """
         if step is not None:
             return load_checkpoint(self.folder / step_folder(step), state, strict=strict, files=self._files)
-        saves = Saves.of(UserState.of(state).states)
+        states = UserState.of(state).states
+        saves = Saves.of(states)
         saves.settle()
         with saves.together("checkpoints", (CheckpointError, FileError, InputError)) as ranks:
             ranks.mine, damaged = sequences(self.folder, files=self._files)
@@ -110,7 +111,7 @@ class Checkpoints:
                 first = first or error
         if first is not None:
             raise first
-        cut_off = unfinished(self.folder, self._files) if saves.rank == 0 and self.folder.is_dir() else []
+        cut_off = unfinished(self.folder, self._files) if states.group.rank == 0 and self.folder.is_dir() else []
         if cut_off:
             logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, ", ".join(cut_off))
         return None

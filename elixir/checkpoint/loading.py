@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step.user_optimizer import take_options
-from elixir.wrapper.training_states import SCALE_SUFFIX, SavedState, SavedStates, SmallStates, TrainingStates
+from elixir.wrapper.training_states import SCALE_SUFFIX, SavedState, SavedStates, SmallStates
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def load_checkpoint(
         load.states.begin_to_load(half)
         raise
     said = tuple(dict.fromkeys(note for each in ranks.answers for note in each))
-    for note in said if saves.rank == 0 else ():
+    for note in said if user.states.group.rank == 0 else ():
         logger.info("%s: %s", path, note)
     return Loaded(path, index.step, index.sequence, index.world_size, said)
 
@@ -109,31 +110,28 @@ def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> 
         if not known:
             read_index(folder, files=files)  # raises what is wrong with it
         ranks.mine = user.names(), [each.id for each in known]
-    names, seen = zip(*ranks.answers, strict=True)
+    names, seen = (list(each) for each in zip(*ranks.answers, strict=True))
     if any(theirs != names[0] for theirs in names):
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
     chosen = newest_of_all(seen)
     if chosen is None:
-        raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {[*seen]}")
+        raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {seen}")
     return next(each for each in known if each.id == chosen)
 
 
+@dataclass(eq=False)
 class _Loading:
     """One load on one rank."""
 
-    def __init__(
-        self,
-        folder: Path,
-        user: UserState,
-        state: MutableMapping[str, Any],
-        saved: SavedCheckpoint,
-        strict: bool,
-        rng: bool,
-    ) -> None:
-        self._folder, self._user, self._state, self._saved = folder, user, state, saved
-        self._strict, self._rng = strict, rng
-        self.states: TrainingStates = user.states
-        self._index = saved.index
+    _folder: Path
+    _user: UserState
+    _state: MutableMapping[str, Any]
+    _saved: SavedCheckpoint
+    _strict: bool
+    _rng: bool
+
+    def __post_init__(self) -> None:
+        self.states, self._index = self._user.states, self._saved.index
         self._rank = self.states.group.rank
         self._skipped: set[str] = set()
         self._optimizers: dict[str, str] = {}

@@ -38,7 +38,7 @@ from elixir.errors import (
 from elixir.files import FILES, Files, PathLike, absolute
 from elixir.optimizer_states import is_adam
 from elixir.units import format_bytes
-from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
+from elixir.wrapper.training_states import WEIGHT, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +146,8 @@ class _Captured:
     part: _RankPart
     own_tensors: dict[str, torch.Tensor]
     shared_tensors: dict[str, torch.Tensor]
-    empty: list[Slice]
-    """Parameters without elements, which no rank has a part of."""
-
-    def state_slices(self) -> list[Slice]:
-        return [each for reader in self.readers for each in reader.slices()] + self.empty
+    state_slices: list[Slice]
+    """Slices of the chunks, and parameters without elements, which no rank has a part of."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +195,6 @@ class Saves:
             reader = Saves(states.group.for_values())
             states.reader = reader
         return reader
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._values.rank
 
     def _ended(self) -> CheckpointError | None:
         return None if self.current is None else self.current.end()
@@ -288,15 +280,15 @@ class Saving:
     ) -> None:
         self._options, self._id, self._captured, self._group = options, checkpoint_id, captured, group
         self._shares = user.states.group  # not the module: who keeps a save that has ended must not keep its memory
-        self._states = captured.state_slices()
+        self._states = captured.state_slices
         self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
         """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
         self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
         self._outcome: Loaded | CheckpointError  # once it has ended
         self._reported = False
-        for index, states in enumerate(self._hooked()):
-            states.chunk.before_write = partial(self.snapshot.release, index)
+        for index, reader in enumerate(captured.readers):
+            reader.chunk.before_write = partial(self.snapshot.release, index)
         # No daemon: the interpreter ends after the checkpoint is whole.
         self._thread = threading.Thread(target=self._run, name="elixir save")
         self._thread.start()
@@ -333,9 +325,6 @@ class Saving:
         reported, self._reported = self._reported, True
         return self._outcome if isinstance(self._outcome, CheckpointError) and not reported else None
 
-    def _hooked(self) -> list[ChunkStates]:
-        return [reader.chunk_states for reader in self._captured.readers]
-
     def _run(self) -> None:
         started = time.perf_counter()
         ranks = HeartbeatGroup(self._group)
@@ -361,31 +350,31 @@ class Saving:
             self._ended.set()
 
     def _let_go(self) -> None:
-        for states in self._hooked():
-            states.chunk.before_write = None
+        for reader in self._captured.readers:
+            reader.chunk.before_write = None
         self._captured.readers.clear()
         del self._captured.own_tensors, self._captured.shared_tensors
 
     def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
         folder = SharedFolder.found(options.folder, self._id, group.rank, ranks, files)
-        before = folder.clean_up(ranks)
+        before = folder.clean_up()
         shared = captured.shared_tensors
         if folder.count > 1:
             shared = ranks.exchange(shared if group.rank == 0 else None)[0]
         parts = self._parts(folder, shared)
-        folder.check_space(sum(part.nbytes for part in parts), ranks)
+        folder.check_space(sum(part.nbytes for part in parts))
         try:
             written = [self._write(part, ranks) for part in parts]
-            sequence = folder.next_sequence(ranks)
+            sequence = folder.next_sequence()
             folder.check_written(written)
             index = _index(self._id, sequence, ranks.exchange((written, captured.part)), options)
-            folder.commit(index, before, ranks)
+            folder.commit(index, before)
         except BaseException:
             folder.abandon(self._id)
             raise
         if options.retains:
-            folder.retain(options.keep, ranks)
+            folder.retain(options.keep)
         ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
@@ -482,7 +471,8 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         if not slot.numel
     ]
     part = _RankPart(small, rng, rank_values, common if rank == 0 else {})
-    return _Captured(readers, part, own | found, tensors, empty)
+    slices = [each for reader in readers for each in reader.slices()]
+    return _Captured(readers, part, own | found, tensors, slices + empty)
 
 
 def _index(

@@ -38,7 +38,6 @@ from elixir.units import format_bytes
 LONGEST_PERIOD_S = 10.0
 """Longest time after which a rank that writes reports that it is alive, and learns whether others have failed."""
 _HEARTBEATS_PER_TIMEOUT = 8
-_WHAT = "checkpoint"
 
 
 def known_indexes(folder: Path, files: Files) -> list[Index]:
@@ -108,7 +107,7 @@ class HeartbeatGroup:
 
     def _round(self, ready: bool, value: Any, problem: str | None) -> list[Any]:
         try:
-            answers = self._group.exchange(_WHAT, (ready, value, problem))
+            answers = self._group.exchange("checkpoint", (ready, value, problem))
         except RankError as error:
             self._ended = True
             raise CheckpointError(
@@ -135,6 +134,7 @@ class SharedFolder:
         folder: of the checkpoint.
         rank: this rank.
         ranks: that see this folder, in order.
+        group: exchanges between all ranks, also those that do not see it.
         count: how many file systems have such a folder.
         files: the operations it uses.
     """
@@ -142,6 +142,7 @@ class SharedFolder:
     folder: Path
     rank: int
     ranks: Sequence[int]
+    group: HeartbeatGroup
     count: int
     files: Files
 
@@ -156,30 +157,30 @@ class SharedFolder:
         return self.rank == self.leader
 
     @staticmethod
-    def found(folder: Path, checkpoint_id: str, rank: int, ranks: HeartbeatGroup, files: Files) -> SharedFolder:
+    def found(folder: Path, checkpoint_id: str, rank: int, group: HeartbeatGroup, files: Files) -> SharedFolder:
         """Makes the folder and finds out who shares it: each rank leaves a file there and looks whose it sees."""
         files.make_folder(folder)
-        numbers = ranks.exchange(rank)
+        numbers = group.exchange(rank)
         if len(numbers) == 1:
-            return SharedFolder(folder, rank, numbers, 1, files)
+            return SharedFolder(folder, rank, numbers, group, 1, files)
         mine = folder / rank_mark(checkpoint_id, rank)
         files.create(mine).close()
         try:
-            ranks.exchange()
+            group.exchange()
             seen = tuple(r for r in numbers if os.path.lexists(folder / rank_mark(checkpoint_id, r)))
-            views = ranks.exchange(seen)
+            views = group.exchange(seen)
         finally:
             with contextlib.suppress(FileError):
                 files.remove(mine, missing_ok=True)
-        return SharedFolder(folder, rank, seen, len(set(views)), files)
+        return SharedFolder(folder, rank, seen, group, len(set(views)), files)
 
-    def clean_up(self, ranks: HeartbeatGroup) -> str | None:
+    def clean_up(self) -> str | None:
         """Ends commits that were cut off and removes what they left, before a save.
 
         The id of the checkpoint there, if there is one.
         """
         mine = [each.id for each in known_indexes(self.folder, self.files)] if self.leads else None
-        common = newest_of_all(each for each in ranks.exchange(mine) if each is not None)
+        common = newest_of_all(each for each in self.group.exchange(mine) if each is not None)
         if self.leads:
             if mine:
                 finish_commit(self.folder, common or mine[0], files=self.files)
@@ -187,12 +188,12 @@ class SharedFolder:
                 self.files.remove(self.folder / PREVIOUS_NAME, missing_ok=True)
             with contextlib.suppress(CheckpointCorrupt):  # what it names is unknown; it goes when it is replaced
                 remove_stale(self.folder, files=self.files)
-        ranks.exchange()  # nobody creates files before others stop removing
+        self.group.exchange()  # nobody creates files before others stop removing
         return common
 
-    def check_space(self, nbytes: int, ranks: HeartbeatGroup) -> None:
+    def check_space(self, nbytes: int) -> None:
         """Refuses a save for which a file system has no room, before a byte is written."""
-        parts = ranks.exchange((self.leader, nbytes))
+        parts = self.group.exchange((self.leader, nbytes))
         if self.leads:
             needed = sum(amount for leader, amount in parts if leader == self.leader)
             free = self.files.free_bytes(self.folder)
@@ -219,18 +220,17 @@ class SharedFolder:
                     "one model of it, saves into a folder"
                 )
 
-    def next_sequence(self, ranks: HeartbeatGroup) -> int:
+    def next_sequence(self) -> int:
         """Returns a number above those of all checkpoints next to this one, on all file systems."""
         mine = next_sequence(self.folder, files=self.files) if self.leads else 1
-        return max(int(each) for each in ranks.exchange(mine))
+        return max(int(each) for each in self.group.exchange(mine))
 
-    def commit(self, index: Index, before: str | None, ranks: HeartbeatGroup) -> None:
+    def commit(self, index: Index, before: str | None) -> None:
         """Makes the checkpoint the one of the folder on all file systems, or on none.
 
         Args:
             index: of the new one.
             before: id of the one that is replaced.
-            ranks: all of them.
         """
         problem: BaseException | None = None
         if self.leads:
@@ -238,7 +238,7 @@ class SharedFolder:
                 commit(self.folder, index, files=self.files)
             except (CheckpointError, FileError) as error:
                 problem = error
-        problems = ranks.exchange(None if problem is None else str(problem))
+        problems = self.group.exchange(None if problem is None else str(problem))
         failed = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
         if failed is not None:
             if self.leads and problem is None:
@@ -264,7 +264,7 @@ class SharedFolder:
             with contextlib.suppress(FileError, CheckpointError):
                 abandon(self.folder, checkpoint_id, files=self.files)
 
-    def retain(self, keep: int | None, ranks: HeartbeatGroup) -> None:
+    def retain(self, keep: int | None) -> None:
         """Keeps the latest steps of the folder around this one; others, and saves that were cut off, go on all file
         systems. Folders that are no steps, and links, are neither counted nor removed."""
         names: list[str] | None = None
@@ -272,7 +272,7 @@ class SharedFolder:
             found = newest_checkpoints(self.folder.parent, [], files=self.files)
             names = [each.name for each in surplus(found, keep)]
             names += unfinished(self.folder.parent, self.files)
-        for name in ranks.exchange(names)[0]:
+        for name in self.group.exchange(names)[0]:
             if self.leads and is_step_folder(self.folder.parent / name):
                 remove_checkpoint(self.folder.parent / name, files=self.files)
-        ranks.exchange()
+        self.group.exchange()

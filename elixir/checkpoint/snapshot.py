@@ -82,15 +82,14 @@ class ChunkReader:
     """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
 
     def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
-        self.chunk_states, self._small = states, small
+        self._states, self._small, self.chunk = states, small, states.chunk
         found = states.tensors()
         self.layout = {key_of(each.kind, each.name): each for each in found}
-        self.states_only = found[len(states.chunk.held) :]
+        self.states_only = found[len(self.chunk.held) :]
         """The tensors after those of the weights."""
-        chunk = states.chunk
         # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
-        exposed = chunk.masters is None and chunk.weights is not None
-        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
+        exposed = self.chunk.masters is None and self.chunk.weights is not None
+        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in self.chunk.slots if exposed]
 
     def slices(self) -> list[Slice]:
         """The slices that the file of this rank has of the chunk."""
@@ -103,16 +102,14 @@ class ChunkReader:
 
     def wait(self) -> None:
         """Waits for the update that was under way when the snapshot was taken; raises what it raised."""
-        self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
+        self._states.wait()  # the step before the save still writes the masters and states to be read
 
     def read(self) -> dict[str, StateTensor]:
         """Returns key -> tensor and records small values; called once, before anything changes."""
-        found: dict[str, StateTensor] = {key_of(each.kind, each.name): each for each in self.chunk_states.tensors()}
+        found: dict[str, StateTensor] = {key_of(each.kind, each.name): each for each in self._states.tensors()}
         if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
-            raise StateError(
-                f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"
-            )
-        self._small |= self.chunk_states.small()
+            raise StateError(f"the states of chunk {self.chunk.index} changed their layout while they were saved")
+        self._small |= self._states.small()
         return found
 
     def check(self) -> None:

@@ -92,10 +92,6 @@ class ChunkStates:
         """The flat shard of weights that is saved and loaded: masters if there are any, while they are at hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
-    def load_states(self, find: Find, wait: Callable[[], None]) -> set[str]:
-        """Loads saved states (`States.load`); returns notes on inexact ones."""
-        return set().union(*(shard.load(find, wait) for shard in self.shards))
-
 
 class TrainingStates:
     """A module and some of its optimizers, as checkpoints see them.
@@ -266,7 +262,7 @@ class TrainingStates:
                     for name, held in chunk.held.items():
                         if name not in skipped:
                             notes |= fill_weights(name, held.first, target[held.part])
-                    notes |= states.load_states(find, wait)
+                    notes = notes.union(*(shard.load(find, wait) for shard in states.shards))
                 finally:
                     wait()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
