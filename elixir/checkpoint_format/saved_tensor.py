@@ -120,11 +120,6 @@ class SavedTensor:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.numel * self.itemsize
-
     def uncovered(self) -> str:
         """Says why the pieces are not the whole tensor exactly once, in order; empty if they are."""
         at = 0
