@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from elixir.checkpoint.checkpoints import Checkpoints
-from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
-from elixir.checkpoint.saving import Saving, save_checkpoint
+from elixir.checkpoint.saving import Loaded, Saving, save_checkpoint
 from elixir.checkpoint.user_state import PerRank
 
 __all__ = ["Checkpoints", "Loaded", "PerRank", "Saving", "load_checkpoint", "save_checkpoint"]

@@ -8,12 +8,11 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from elixir.checkpoint.loaded import Loaded
 from elixir.checkpoint.loading import load_checkpoint
-from elixir.checkpoint.saving import SaveOptions, Saves, Saving
+from elixir.checkpoint.saving import Loaded, SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
+from elixir.checkpoint_format.folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import STEP_FOLDER, newest_checkpoints, sequences, step_folder, unfinished
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileError, InputError, InputTypeError
 from elixir.files import FILES, Files, PathLike
 
@@ -88,22 +87,19 @@ class Checkpoints:
         """
         if step is not None:
             return load_checkpoint(self.folder / step_folder(step), state, strict=strict, files=self._files)
-        saves = Saves.of(UserState.of(state).states)
+        states = UserState.of(state).states
+        saves = Saves.of(states)
         saves.settle()
-        problem: Exception | None = None
-        mine: dict[str, int] = {}
-        try:
-            mine, damaged = sequences(self.folder, files=self._files)
+        with saves.together("checkpoints", (CheckpointError, FileError, InputError)) as ranks:
+            ranks.mine, damaged = sequences(self.folder, files=self._files)
             for error in damaged:
                 logger.warning("left out: %s", error)
             if os.path.lexists(self.folder / INDEX_NAME):
-                problem = InputError(
+                raise InputError(
                     f"{self.folder} is one checkpoint: give Checkpoints the folder around it, or call load_checkpoint"
                 )
-        except (CheckpointError, FileError) as error:
-            problem = error
         known: dict[str, int] = {}
-        for theirs in saves.together("checkpoints", mine, problem):
+        for theirs in ranks.answers:
             for name, sequence in theirs.items():
                 known[name] = max(sequence, known.get(name, 0))
         first: CheckpointError | None = None
@@ -115,7 +111,7 @@ class Checkpoints:
                 first = first or error
         if first is not None:
             raise first
-        cut_off = unfinished(self.folder, self._files) if saves.rank == 0 and self.folder.is_dir() else []
+        cut_off = unfinished(self.folder, self._files) if states.group.rank == 0 and self.folder.is_dir() else []
         if cut_off:
             logger.warning("%s: all saves were cut off, so nothing is loaded: %s", self.folder, ", ".join(cut_off))
         return None

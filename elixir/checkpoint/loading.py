@@ -6,17 +6,17 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir.checkpoint.loaded import Loaded
-from elixir.checkpoint.saving import Saves
+from elixir.checkpoint.saving import Loaded, Saves
 from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
@@ -34,7 +34,7 @@ from elixir.memory_order import Order, flattened, shaped
 from elixir.units import dtype_name
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.step.user_optimizer import take_options
-from elixir.wrapper.training_states import SCALE_SUFFIX, SavedState, SavedStates, SmallStates, TrainingStates
+from elixir.wrapper.training_states import SCALE_SUFFIX, SavedState, SavedStates, SmallStates
 
 logger = logging.getLogger(__name__)
 
@@ -78,33 +78,25 @@ def load_checkpoint(
     index = _agreed_index(path, user, saves, files)
     with SavedCheckpoint(path, index, files=files) as saved:
         load = _Loading(path, user, state, saved, strict, rng)
-        problem: Exception | None = None
-        try:
+        with saves.together("load") as ranks:
             load.check()
             values = load.decode()
-        except Exception as error:  # all ranks must raise, whatever it is
-            problem = error
-        seen = saves.together("load", load.files_here, problem)
-        load.refuse_missing(set().union(*seen))
+            ranks.mine = load.files_here
+        load.refuse_missing(set().union(*ranks.answers))
         half = f"the load of {path} did not come to its end"
         load.states.begin_to_load(half)
-        try:
+        with saves.together("loaded"):
             load.write()
-        except Exception as error:
-            problem = error
-        saves.together("loaded", None, problem)
     try:
-        try:
+        with saves.together("restored") as ranks:
             load.states.show()
             load.finish(values)
-        except Exception as error:
-            problem = error
-        notes = saves.together("restored", sorted(load.notes), problem)
+            ranks.mine = sorted(load.notes)
     except BaseException:
         load.states.begin_to_load(half)
         raise
-    said = tuple(dict.fromkeys(note for each in notes for note in each))
-    for note in said if saves.rank == 0 else ():
+    said = tuple(dict.fromkeys(note for each in ranks.answers for note in each))
+    for note in said if user.states.group.rank == 0 else ():
         logger.info("%s: %s", path, note)
     return Loaded(path, index.step, index.sequence, index.world_size, said)
 
@@ -112,41 +104,34 @@ def load_checkpoint(
 def _agreed_index(folder: Path, user: UserState, saves: Saves, files: Files) -> Index:
     """Agrees on the newest checkpoint of the folder that all ranks see, also if a commit was cut off, which the next
     save ends."""
-    problem: Exception | None = None
-    known: list[Index] = []
-    try:
+    with saves.together("find", (ElixirError, FileError)) as ranks:
         user.states.refuse("load_checkpoint()", loading=True)
         known = known_indexes(folder, files)
         if not known:
             read_index(folder, files=files)  # raises what is wrong with it
-    except (ElixirError, FileError) as error:
-        problem = error
-    answers = saves.together("find", (user.names(), [each.id for each in known]), problem)
-    if any(theirs[0] != answers[0][0] for theirs in answers):
+        ranks.mine = user.names(), [each.id for each in known]
+    names, seen = (list(each) for each in zip(*ranks.answers, strict=True))
+    if any(theirs != names[0] for theirs in names):
         raise InputError("ranks load into different things: `state` must have the same names and kinds on all ranks")
-    chosen = newest_of_all(theirs[1] for theirs in answers)
+    chosen = newest_of_all(seen)
     if chosen is None:
-        seen = [theirs[1] for theirs in answers]
         raise CheckpointNotFound(f"{folder} holds no checkpoint that all ranks have: they see {seen}")
     return next(each for each in known if each.id == chosen)
 
 
+@dataclass(eq=False)
 class _Loading:
     """One load on one rank."""
 
-    def __init__(
-        self,
-        folder: Path,
-        user: UserState,
-        state: MutableMapping[str, Any],
-        saved: SavedCheckpoint,
-        strict: bool,
-        rng: bool,
-    ) -> None:
-        self._folder, self._user, self._state, self._saved = folder, user, state, saved
-        self._strict, self._rng = strict, rng
-        self.states: TrainingStates = user.states
-        self._index = saved.index
+    _folder: Path
+    _user: UserState
+    _state: MutableMapping[str, Any]
+    _saved: SavedCheckpoint
+    _strict: bool
+    _rng: bool
+
+    def __post_init__(self) -> None:
+        self.states, self._index = self._user.states, self._saved.index
         self._rank = self.states.group.rank
         self._skipped: set[str] = set()
         self._optimizers: dict[str, str] = {}
@@ -372,9 +357,8 @@ class _Loading:
                     take_options(group, options)
         for name, said in values["optimizers"].items():
             states.load_optimizer_values(name, said)
-        scaled = states.loss_scale_state() is not None
-        if scaled and values["loss_scale"] is not None:
-            states.load_loss_scale(values["loss_scale"])
+        if states.loss_scale.used and values["loss_scale"] is not None:
+            states.loss_scale.load(values["loss_scale"])
         restore(self._state, {**values["values"], **values["rank_values"]})
         if "rng" in values:  # last: restoring values may draw numbers
             restore_rng(values["rng"], states.device)

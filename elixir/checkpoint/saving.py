@@ -3,27 +3,26 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
-from elixir.checkpoint.loaded import Loaded
-from elixir.checkpoint.shared_folder import SharedFolder
-from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, LiveTensor, Snapshot, SnapshotPool
+from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder
+from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, ChunkReader, Snapshot, SnapshotPool, key_of
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
-from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.commit import new_id, rank_file, shard_file, shared_file
+from elixir.checkpoint_format.folders import new_id, rank_file, shard_file, shared_file
 from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
+from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND
 from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
 from elixir.checkpoint_format.values import encode
 from elixir.chunk.group import Group
@@ -35,12 +34,11 @@ from elixir.errors import (
     InputError,
     InputTypeError,
     RankError,
-    StateError,
 )
 from elixir.files import FILES, Files, PathLike, absolute
-from elixir.optimizer_states import BLOCK_NUMEL, is_adam
+from elixir.optimizer_states import is_adam
 from elixir.units import format_bytes
-from elixir.wrapper.training_states import WEIGHT, ChunkStates, SmallStates, TrainingStates
+from elixir.wrapper.training_states import WEIGHT, SmallStates, TrainingStates
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +91,27 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was saved or loaded."""
+
+    folder: Path
+    """The checkpoint's folder."""
+    step: int | None
+    """The step that the save was given."""
+    sequence: int
+    """The larger, the later: among the checkpoints of one folder the one with the largest is the latest."""
+    world_size: int
+    """Ranks that saved it."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each thing that was rounded, skipped or left as it was."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether training goes on with the bits with which it would have gone on without a break."""
+        return not self.notes
+
+
+@dataclass(frozen=True)
 class SaveOptions:
     """Options of a save; see `save_checkpoint`."""
 
@@ -106,50 +125,6 @@ class SaveOptions:
     """Whether the folder around this one belongs to one run, so that the save removes old checkpoints there."""
     pool_bytes: int | None = None
     """Limit of memory for copies; None: see `TrainingStates.pool_bytes`. For tests."""
-
-
-class _ChunkReader:
-    """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
-
-    def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
-        self.chunk_states, self._small = states, small
-        found = states.tensors()
-        self.layout = {_key(each.kind, each.name): each for each in found}
-        self.states_only = found[len(states.chunk.held) :]
-        """The tensors after those of the weights."""
-        chunk = states.chunk
-        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
-        exposed = chunk.masters is None and chunk.weights is not None
-        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in chunk.slots if exposed]
-
-    def slices(self) -> list[Slice]:
-        found = []
-        for key, each in self.layout.items():
-            block_numel = BLOCK_NUMEL if each.has_codes else None
-            numel = each.tensor.numel()
-            found.append(Slice(key, each.shape, each.dtype, each.first, numel, block_numel, each.order))
-        return found
-
-    def wait(self) -> None:
-        self.chunk_states.wait()  # the step before the save still writes the masters and states to be read
-
-    def read(self) -> dict[str, LiveTensor]:
-        found: dict[str, LiveTensor] = {_key(each.kind, each.name): each for each in self.chunk_states.tensors()}
-        if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
-            raise StateError(
-                f"the states of chunk {self.chunk_states.chunk.index} changed their layout while they were saved"
-            )
-        self._small |= self.chunk_states.small()
-        return found
-
-    def check(self) -> None:
-        """Refuses weights that were written to, by no step, while they were read."""
-        for parameter, version, name in self._versions:
-            if parameter._version != version:
-                raise CheckpointError(
-                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
-                    "of gathered(write=True), which waits"
-                )
 
 
 @dataclass
@@ -167,15 +142,12 @@ class _RankPart:
 class _Captured:
     """The small values at the time of the call, and readers of the chunks."""
 
-    readers: list[_ChunkReader]
+    readers: list[ChunkReader]
     part: _RankPart
     own_tensors: dict[str, torch.Tensor]
     shared_tensors: dict[str, torch.Tensor]
-    empty: list[Slice]
-    """Parameters without elements, which no rank has a part of."""
-
-    def state_slices(self) -> list[Slice]:
-        return [each for reader in self.readers for each in reader.slices()] + self.empty
+    state_slices: list[Slice]
+    """Slices of the chunks, and parameters without elements, which no rank has a part of."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +165,16 @@ class _Part:
     def nbytes(self) -> int:
         """Bytes of the file."""
         return len(slice_header(self.slices)) + _bytes_of(self.slices)
+
+
+@dataclass
+class Together:
+    """Values that ranks exchange after some work; see `Saves.together`."""
+
+    mine: Any = None
+    """The value of this rank."""
+    answers: list[Any] = field(default_factory=list)
+    """The values of all ranks, in order of rank, once the work is done."""
 
 
 class Saves:
@@ -214,17 +196,6 @@ class Saves:
             states.reader = reader
         return reader
 
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._values.rank
-
-    def finish(self) -> None:
-        """Waits for the previous save; raises its error if that was not reported yet."""
-        error = self._ended()
-        if error is not None:
-            raise error
-
     def _ended(self) -> CheckpointError | None:
         return None if self.current is None else self.current.end()
 
@@ -245,39 +216,44 @@ class Saves:
         self._values.close()
         return error
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Exchanges a value with all ranks, in order of rank, while no save is under way.
+    @contextlib.contextmanager
+    def together(self, what: str, caught: tuple[type[Exception], ...] = (Exception,)) -> Iterator[Together]:
+        """Surrounds work that all ranks do while no save is under way, and exchanges a value after it. If the work
+        raises on some rank, whatever it is, all ranks raise the error of the first such rank.
+
+        Args:
+            what: name of the exchange.
+            caught: errors that the others hear about.
 
         Raises:
             CheckpointError: the ranks have lost each other.
         """
+        found, problem = Together(), None
         try:
-            return self._values.exchange(what, value)
+            yield found
+        except caught as error:
+            problem = error
+        try:
+            answers = self._values.exchange(what, (found.mine, None if problem is None else _report_of(problem)))
         except RankError as error:
             raise CheckpointError(str(error)) from error
-
-    def together(self, what: str, value: Any, problem: Exception | None) -> list[Any]:
-        """Exchanges a value, after which all ranks raise if one has a problem: the error of the first rank that has
-        one."""
-        answers = self.exchange(what, (value, problem if problem is None else _report_of(problem)))
         for rank, (_, theirs) in enumerate(answers):
             if theirs is not None:
                 kind, text, more = theirs
                 raise kind(f"rank {rank}: {text}" if self._values.size > 1 else text, **more) from problem
-        return [value for value, _ in answers]
+        found.answers = [value for value, _ in answers]
 
     def start(self, user: UserState, options: SaveOptions) -> Saving:
         """Begins to save; see `save_checkpoint`."""
-        self.finish()
-        states, problem = user.states, None
-        captured: _Captured
-        try:
+        error = self._ended()
+        if error is not None:
+            raise error
+        states = user.states
+        with self.together("save") as ranks:  # also what a lane has raised: all ranks must raise
             states.refuse("save_checkpoint()")
             captured = _capture(user, options, self._values.rank)
-        except Exception as error:  # also what a lane has raised: all ranks must raise
-            problem = error
-        mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
-        answers = self.together("save", mine, problem)
+            ranks.mine = (os.fspath(options.folder), user.names(), options.step, options.frozen, new_id())
+        answers = ranks.answers
         if any(theirs[:-1] != answers[0][:-1] for theirs in answers):
             rank, theirs = next((r, each) for r, each in enumerate(answers) if each[:-1] != answers[0][:-1])
             raise InputError(f"ranks save different things: rank 0 {answers[0][:-1]}, rank {rank} {theirs[:-1]}")
@@ -304,15 +280,15 @@ class Saving:
     ) -> None:
         self._options, self._id, self._captured, self._group = options, checkpoint_id, captured, group
         self._shares = user.states.group  # not the module: who keeps a save that has ended must not keep its memory
-        self._states = captured.state_slices()
+        self._states = captured.state_slices
         self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
         """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
         self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
         self._outcome: Loaded | CheckpointError  # once it has ended
         self._reported = False
-        for index, states in enumerate(self._hooked()):
-            states.chunk.before_write = partial(self.snapshot.release, index)
+        for index, reader in enumerate(captured.readers):
+            reader.chunk.before_write = partial(self.snapshot.release, index)
         # No daemon: the interpreter ends after the checkpoint is whole.
         self._thread = threading.Thread(target=self._run, name="elixir save")
         self._thread.start()
@@ -349,9 +325,6 @@ class Saving:
         reported, self._reported = self._reported, True
         return self._outcome if isinstance(self._outcome, CheckpointError) and not reported else None
 
-    def _hooked(self) -> list[ChunkStates]:
-        return [reader.chunk_states for reader in self._captured.readers]
-
     def _run(self) -> None:
         started = time.perf_counter()
         ranks = HeartbeatGroup(self._group)
@@ -377,31 +350,31 @@ class Saving:
             self._ended.set()
 
     def _let_go(self) -> None:
-        for states in self._hooked():
-            states.chunk.before_write = None
+        for reader in self._captured.readers:
+            reader.chunk.before_write = None
         self._captured.readers.clear()
         del self._captured.own_tensors, self._captured.shared_tensors
 
     def _save(self, ranks: HeartbeatGroup) -> Loaded:
         options, captured, group, files = self._options, self._captured, self._group, self._options.files
         folder = SharedFolder.found(options.folder, self._id, group.rank, ranks, files)
-        before = folder.clean_up(ranks)
+        before = folder.clean_up()
         shared = captured.shared_tensors
         if folder.count > 1:
             shared = ranks.exchange(shared if group.rank == 0 else None)[0]
         parts = self._parts(folder, shared)
-        folder.check_space(sum(part.nbytes for part in parts), ranks)
+        folder.check_space(sum(part.nbytes for part in parts))
         try:
             written = [self._write(part, ranks) for part in parts]
-            sequence = folder.next_sequence(ranks)
+            sequence = folder.next_sequence()
             folder.check_written(written)
             index = _index(self._id, sequence, ranks.exchange((written, captured.part)), options)
-            folder.commit(index, before, ranks)
+            folder.commit(index, before)
         except BaseException:
             folder.abandon(self._id)
             raise
         if options.retains:
-            folder.retain(options.keep, ranks)
+            folder.retain(options.keep)
         ranks.exchange()  # an error of any leader is an error of all
         return Loaded(options.folder, options.step, sequence, group.size)
 
@@ -461,7 +434,7 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
     for chunk in chunks:
         if not chunk.is_settled:  # a step may be making states: the file's layout is known after it
             chunk.wait()
-    readers = [_ChunkReader(chunk, small) for chunk in chunks]
+    readers = [ChunkReader(chunk, small) for chunk in chunks]
     for reader in readers:
         clash = next((each for each in reader.states_only if each.kind in NO_STATES), None)
         if clash is not None:
@@ -485,20 +458,21 @@ def _capture(user: UserState, options: SaveOptions, rank: int) -> _Captured:
         "param_groups": tuple(groups),
         "optimizers": optimizers,
         "aliases": states.aliases(),
-        "loss_scale": states.loss_scale_state(),
+        "loss_scale": states.loss_scale.state() if states.loss_scale.used else None,
         "moments": plan.moments if optimizers and is_adam(plan.optimizer) else None,
         "model_fingerprint": plan.model_fingerprint,
         "plan_fingerprint": plan.fingerprint,
         "has_frozen": options.frozen and not plan.reads_files,
     }
     empty = [
-        Slice(_key(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
+        Slice(key_of(WEIGHT, slot.name), tuple(slot.shape), each.target.dtype, 0, 0, order=slot.order)
         for each in chunks
         for slot in each.chunk.slots
         if not slot.numel
     ]
     part = _RankPart(small, rng, rank_values, common if rank == 0 else {})
-    return _Captured(readers, part, own | found, tensors, empty)
+    slices = [each for reader in readers for each in reader.slices()]
+    return _Captured(readers, part, own | found, tensors, slices + empty)
 
 
 def _index(
@@ -533,7 +507,7 @@ def _index(
     common["aliases"] = {
         name: first
         for name, first in common["aliases"].items()
-        if any(_key(kind, first) in tensors for kind in (WEIGHT, "buffer"))
+        if any(key_of(kind, first) in tensors for kind in (WEIGHT, "buffer"))
     }
     return Index(
         id=checkpoint_id,
@@ -558,10 +532,6 @@ def whole_slices(tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
 
 def _bytes_of(slices: list[Slice]) -> int:
     return sum(each.nbytes for each in slices)
-
-
-def _key(kind: str, name: str) -> str:
-    return f"{kind}/{name}"
 
 
 def _report_of(error: Exception) -> tuple[type[Exception], str, dict[str, Any]]:

@@ -16,17 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of, span_count
+from elixir.checkpoint_format.slices import Slice
 from elixir.chunk.host_buffers import BufferKind, HostBuffers
 from elixir.chunk.memory import Memory
 from elixir.chunk.pages import pinned_zeros
 from elixir.errors import CheckpointError, StateError
 from elixir.hardware.process_memory import give_back_freed
+from elixir.optimizer_states import BLOCK_NUMEL
 from elixir.plan.prediction import CHECKPOINT_PART
+from elixir.wrapper.training_states import ChunkStates, SmallStates, StateTensor
 
 WriteSpan = Callable[[str, int, memoryview], None]
 """Takes (key, number of the span, bytes)."""
@@ -71,32 +73,53 @@ class SnapshotPool:
         self._buffers.give_back(COPIES, area)
 
 
-class LiveTensor(Protocol):
-    """A range of a saved tensor in memory that changes later."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which it is saved."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as it is saved."""
-
-    def values(self, first: int, stop: int) -> torch.Tensor:
-        """Elements from `first` to `stop`, flat."""
+def key_of(kind: str, name: str) -> str:
+    """Key of a tensor of a parameter, such as ``weight/<name>``."""
+    return f"{kind}/{name}"
 
 
-class LiveStates(Protocol):
-    """The live tensors of one chunk that are saved."""
+class ChunkReader:
+    """One chunk as a `Snapshot` reads it; the read also records the counts of steps."""
+
+    def __init__(self, states: ChunkStates, small: dict[str, SmallStates]) -> None:
+        self._states, self._small, self.chunk = states, small, states.chunk
+        found = states.tensors()
+        self.layout = {key_of(each.kind, each.name): each for each in found}
+        self.states_only = found[len(self.chunk.held) :]
+        """The tensors after those of the weights."""
+        # Without masters, resident weights are what the model reads: anybody may write to them, and nobody tells.
+        exposed = self.chunk.masters is None and self.chunk.weights is not None
+        self._versions = [(slot.parameter, slot.parameter._version, slot.name) for slot in self.chunk.slots if exposed]
+
+    def slices(self) -> list[Slice]:
+        """The slices that the file of this rank has of the chunk."""
+        found = []
+        for key, each in self.layout.items():
+            block_numel = BLOCK_NUMEL if each.has_codes else None
+            numel = each.tensor.numel()
+            found.append(Slice(key, each.shape, each.dtype, each.first, numel, block_numel, each.order))
+        return found
 
     def wait(self) -> None:
         """Waits for the update that was under way when the snapshot was taken; raises what it raised."""
+        self._states.wait()  # the step before the save still writes the masters and states to be read
 
-    def read(self) -> dict[str, LiveTensor]:
+    def read(self) -> dict[str, StateTensor]:
         """Returns key -> tensor and records small values; called once, before anything changes."""
+        found: dict[str, StateTensor] = {key_of(each.kind, each.name): each for each in self._states.tensors()}
+        if {key: each.nbytes for key, each in found.items()} != {key: e.nbytes for key, e in self.layout.items()}:
+            raise StateError(f"the states of chunk {self.chunk.index} changed their layout while they were saved")
+        self._small |= self._states.small()
+        return found
 
     def check(self) -> None:
-        """Raises if anything has changed unannounced since the snapshot was taken."""
+        """Refuses weights that were written to, by no step, while they were read."""
+        for parameter, version, name in self._versions:
+            if parameter._version != version:
+                raise CheckpointError(
+                    f"{name} was written to while it was being saved; call wait() of the save before, or write inside "
+                    "of gathered(write=True), which waits"
+                )
 
 
 class PartState(enum.Enum):
@@ -128,7 +151,7 @@ class _Rest:
     """The part of one tensor that is left to write."""
 
     key: str
-    live: LiveTensor
+    live: StateTensor
     span: int
     """Number of the next span."""
     copied: torch.Tensor | None = None
@@ -142,7 +165,7 @@ class _Rest:
 class _Part:
     """One chunk."""
 
-    def __init__(self, states: LiveStates) -> None:
+    def __init__(self, states: ChunkReader) -> None:
         self.states = states
         self.state = PartState.LIVE
         self.rest: list[_Rest] | None = None
@@ -182,7 +205,7 @@ class Snapshot:
         device: where compute runs.
     """
 
-    def __init__(self, chunks: Sequence[LiveStates], pool: SnapshotPool, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[ChunkReader], pool: SnapshotPool, device: torch.device) -> None:
         self._parts = [_Part(states) for states in chunks]
         self._pool, self._device = pool, device
         self._turn = threading.Condition()
@@ -277,8 +300,7 @@ class Snapshot:
             CheckpointError: the states of a chunk could not be copied.
         """
         while (index := self._next()) is not None:
-            part = self._parts[index]
-            self._write_part(index, part, write_span, heartbeat)
+            self._write_part(index, self._parts[index], write_span, heartbeat)
 
     def _next(self) -> int | None:
         """Chooses the chunk to write now: one that an update waits for, then live ones, then copies. None: all are

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.run_folders import one_checkpoint
+from elixir.checkpoint_format.folders import one_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.checkpoint_format.slices import safetensors_header

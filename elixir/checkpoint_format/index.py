@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 from elixir.artifact import Artifact, without_repetition
-from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.saved_tensor import SavedTensor
+from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND, SavedTensor
 from elixir.errors import ArtifactError, CheckpointCorrupt, InputError
 from elixir.units import MIB
 

@@ -134,7 +134,7 @@ class SavedCheckpoint(SliceReader):
             pair = type(value) is tuple and len(value) == 2 and value[0] in STORED_DTYPES
             number = value[1] if pair else value
             if not isinstance(number, (bool, int, float)):
-                raise CheckpointCorrupt("no number", path=self.folder / INDEX_NAME, key=f"{key}.{kind}")
+                raise self._wrong("no number", f"{key}.{kind}")
         return found
 
     def value(self, name: str) -> Any:
@@ -153,17 +153,18 @@ class SavedCheckpoint(SliceReader):
 
     def _stored(self, key: str) -> torch.Tensor:
         if key not in self.index.tensors:
-            problem = "a value names this tensor, which is not there"
-            raise CheckpointCorrupt(problem, path=self.folder / INDEX_NAME, key=key)
+            raise self._wrong("a value names this tensor, which is not there", key)
         return self.read(key)
 
     def mapping(self, data: Any, key: str) -> dict[str, Any]:
         """Decodes a value that must be a dict."""
         found = self.decoded(data, key)
         if not isinstance(found, dict):
-            problem = f"expected a dict, found {type(found).__name__}"
-            raise CheckpointCorrupt(problem, path=self.folder / INDEX_NAME, key=key)
+            raise self._wrong(f"expected a dict, found {type(found).__name__}", key)
         return found
+
+    def _wrong(self, problem: str, key: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(problem, path=self.folder / INDEX_NAME, key=key)
 
 
 class _Weights(Mapping[str, torch.Tensor]):

@@ -6,17 +6,17 @@ import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
-from elixir.checkpoint_format.checksum import checksum
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, memory_of, span_count
+from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, Piece, SavedTensor, checksum, memory_of, span_count
 from elixir.checkpoint_format.slices import header_in_index
 from elixir.errors import CheckpointCorrupt, CheckpointError, FileError, InputError
 from elixir.files import FILES, File, Files, PathLike
@@ -27,16 +27,6 @@ OPEN_FILES = 16
 """Files kept open at once: a checkpoint of thousands of ranks must not use up the handles of a process."""
 READING_THREADS = 4
 """Threads that read and check spans. One waits for the drive while others check what they have read."""
-
-
-class _Read(NamedTuple):
-    """One whole span of a piece, to be read into `view` and checked."""
-
-    file: File
-    key: str
-    piece: Piece
-    number: int
-    view: memoryview
 
 
 class SliceReader:
@@ -56,9 +46,9 @@ class SliceReader:
         self.folder, self._files = Path(folder), files
         self.index = index if index is not None else read_index(folder, files=files)
         self._open: OrderedDict[str, File] = OrderedDict()
-        self._scratch: bytearray | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._batch: list[_Read] = []
+        self._batch: list[Callable[[], None]] = []
+        """Reads of small spans, which one thread gets together: handing one over costs as much as reading 100 KB."""
         self._batch_bytes = 0
         self._begun: list[Future[None]] = []
         self._starts: dict[str, list[int]] = {}
@@ -118,43 +108,36 @@ class SliceReader:
                 a, b = max(first, begin), min(last, begin + nbytes)
                 at = (low - start) * size + a - first
                 target = view[at : at + b - a]
-                if b - a == nbytes:
-                    self._add(_Read(self._file(piece.file), key, piece, number, target))
+                file = self._file(piece.file)
+                if b - a < nbytes:
+                    scratch = memoryview(self._scratch)[:nbytes]
+                    self._read_span(file, key, piece, number, scratch)
+                    target[:] = scratch[a - begin : b - begin]
                     continue
-                scratch = memoryview(self._scratch_bytes())[:nbytes]
-                self._read_span(key, piece, number, scratch)
-                target[:] = scratch[a - begin : b - begin]
+                self._batch.append(partial(self._read_span, file, key, piece, number, target))
+                self._batch_bytes += nbytes
+                if self._batch_bytes >= SPAN_BYTES:
+                    self._send()
 
     def finish(self) -> None:
         """Reads what is left, and waits for all that `begin_to_read` has begun; raises what went wrong first."""
         batch, begun = self._take_batch(), self._begun
         self._begun = []
         try:
-            self._read_batch(batch)
+            _run_all(batch)
         finally:
             wait(begun)  # the threads write to the callers' tensors
             for each in begun:
                 each.result()
 
-    def _add(self, read: _Read) -> None:
-        """Queues a span with others of small tensors, since handing one over costs as much as reading 100 KB."""
-        self._batch.append(read)
-        self._batch_bytes += len(read.view)
-        if self._batch_bytes >= SPAN_BYTES:
-            self._send()
-
     def _send(self) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READING_THREADS, "elixir load")
-        self._begun.append(self._pool.submit(self._read_batch, self._take_batch()))
+        self._begun.append(self._pool.submit(_run_all, self._take_batch()))
 
-    def _take_batch(self) -> list[_Read]:
+    def _take_batch(self) -> list[Callable[[], None]]:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         return batch
-
-    def _read_batch(self, batch: list[_Read]) -> None:
-        for each in batch:
-            self._check_span(each)
 
     def _pieces(self, key: str, saved: SavedTensor, start: int, stop: int) -> tuple[Piece, ...]:
         if start == stop:
@@ -162,28 +145,25 @@ class SliceReader:
         starts = self._starts.setdefault(key, [piece.start for piece in saved.pieces])
         return saved.pieces[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
 
-    def _read_span(self, key: str, piece: Piece, number: int, view: memoryview) -> None:
-        """Reads and checks one whole span into `view`."""
-        self._check_span(_Read(self._file(piece.file), key, piece, number, view))
-
-    def _check_span(self, read: _Read) -> None:
-        offset, nbytes = read.piece.offset + read.number * SPAN_BYTES, len(read.view)
+    def _read_span(self, file: File, key: str, piece: Piece, number: int, view: memoryview) -> None:
+        """Reads and checks one whole span."""
+        offset, nbytes = piece.offset + number * SPAN_BYTES, len(view)
         try:
-            count = read.file.read_into(read.view, offset)
+            count = file.read_into(view, offset)
         except FileError as error:
-            raise CheckpointError(f"{read.key} cannot be read: {error}") from error
+            raise CheckpointError(f"{key} cannot be read: {error}") from error
         if count < nbytes:
             problem = f"ends at byte {offset + count}, expected {offset + nbytes}"
-        elif checksum(read.view) != read.piece.checksums[read.number]:
+        elif checksum(view) != piece.checksums[number]:
             problem = f"wrong checksum of bytes {offset} to {offset + nbytes}"
         else:
             return
-        raise CheckpointCorrupt(problem, path=self.folder / read.piece.file, key=read.key)
+        raise CheckpointCorrupt(problem, path=self.folder / piece.file, key=key)
 
-    def _scratch_bytes(self) -> bytearray:
-        if self._scratch is None:
-            self._scratch = bytearray(SPAN_BYTES)
-        return self._scratch
+    @cached_property
+    def _scratch(self) -> bytearray:
+        """Takes a span of which only a part is wanted."""
+        return bytearray(SPAN_BYTES)
 
     def _file(self, name: str) -> File:
         """Opens a file of the checkpoint; `CheckpointCorrupt` if it is missing or of another size."""
@@ -232,9 +212,9 @@ class SliceReader:
                     continue
                 nbytes = piece.numel * saved.itemsize
                 for number in range(span_count(nbytes)):
-                    view = memoryview(self._scratch_bytes())[: min(SPAN_BYTES, nbytes - number * SPAN_BYTES)]
+                    view = memoryview(self._scratch)[: min(SPAN_BYTES, nbytes - number * SPAN_BYTES)]
                     try:
-                        self._read_span(key, piece, number, view)
+                        self._read_span(self._file(piece.file), key, piece, number, view)
                     except CheckpointError as error:
                         yield error
 
@@ -261,6 +241,11 @@ class SliceReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run_all(batch: list[Callable[[], None]]) -> None:
+    for each in batch:
+        each()
 
 
 def verify(folder: PathLike, *, files: Files = FILES) -> tuple[CheckpointError, ...]:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from elixir.checkpoint_format.checksum import checksum
 from elixir.checkpoint_format.saved_tensor import (
     SAFETENSORS_NAMES,
     SPAN_BYTES,
     Piece,
     SavedTensor,
+    checksum,
     memory_of,
     span_count,
 )

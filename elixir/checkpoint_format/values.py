@@ -172,8 +172,7 @@ class _Decoder:
                 f"no value of kind {kind!r:.40} with {sorted(fields)} is known to this version of Elixir", where
             )
         if kind in ("bytes", "bytearray"):
-            raw = base64.b64decode(_of(str, data["base64"]), validate=True)
-            return raw if kind == "bytes" else bytearray(raw)
+            return _CLASSES[kind](base64.b64decode(_of(str, data["base64"]), validate=True))
         if kind == "int":
             return int(_matching(_HEX, data["hex"]), 16)
         if kind == "float":
@@ -182,8 +181,7 @@ class _Decoder:
             real, imaginary = (float.fromhex(_of(str, part)) for part in _of(list, data["hex"]))
             return complex(real, imaginary)
         if kind in ("tuple", "set", "frozenset"):
-            items = self._items(_of(list, data["items"]), where, depth)
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+            return _CLASSES[kind](self._items(_of(list, data["items"]), where, depth))
         if kind == "numpy":
             (scalar,) = np.frombuffer(bytes.fromhex(_of(str, data["hex"])), dtype=_numpy_dtype(data["dtype"]))
             return scalar
@@ -193,11 +191,10 @@ class _Decoder:
             (self.decode(key, f"a key of {where}", depth + 1), self.decode(item, f"{where}[{i}]", depth + 1))
             for i, (key, item) in enumerate(_of(list, data["pairs"]))
         ]
-        found: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
-        found.update(dict(pairs))
+        found = dict(pairs)
         if len(found) < len(pairs):
             raise self._wrong("a key occurs twice", where)
-        return found
+        return _CLASSES[kind](found)
 
     def _items(self, data: list[Any], where: str, depth: int) -> list[Any]:
         return [self.decode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(data)]
@@ -220,6 +217,10 @@ class _Decoder:
         return CheckpointCorrupt(message, path=self._path, key=where)
 
 
+_CLASSES: dict[str, Any] = {
+    each.__name__: each for each in (bytes, bytearray, tuple, set, frozenset, dict, OrderedDict, Counter)
+}
+"""Kind of value -> its class, for values that are made of bytes or of other values."""
 _FIELDS = {
     **dict.fromkeys(("bytes", "bytearray"), frozenset({"base64"})),
     **dict.fromkeys(("int", "float", "complex"), frozenset({"hex"})),

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elixir.checkpoint_format.commit import remove_checkpoint, remove_stale
 from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.folders import find_checkpoints, remove_checkpoint, remove_stale, surplus, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.run_folders import find_checkpoints, surplus, unfinished
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import output

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.memory import written
 from elixir.errors import InputError
 from elixir.memory_order import Order
 from elixir.models.buffer_place import buffer_places
 from elixir.models.inner_tensors import first_inside
-from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
@@ -34,7 +32,7 @@ from elixir.wrapper.step.states import (
     small_states,
 )
 
-__all__ = ["SCALE_SUFFIX", "WEIGHT", "ChunkStates", "SavedState", "SavedStates", "SmallStates", "TrainingStates"]
+__all__ = ["SCALE_SUFFIX", "SavedState", "SavedStates", "SmallStates", "StateTensor"]
 
 WEIGHT = "weight"
 """The kind of tensors that are weights: masters if there are any."""
@@ -94,10 +92,6 @@ class ChunkStates:
         """The flat shard of weights that is saved and loaded: masters if there are any, while they are at hand."""
         return self.chunk.shard_weights if self.chunk.masters is None else self.chunk.masters
 
-    def load_states(self, find: Find, wait: Callable[[], None]) -> set[str]:
-        """Loads saved states (`States.load`); returns notes on inexact ones."""
-        return set().union(*(shard.load(find, wait) for shard in self.shards))
-
 
 class TrainingStates:
     """A module and some of its optimizers, as checkpoints see them.
@@ -120,13 +114,14 @@ class TrainingStates:
         """The ranks that share the chunks; its collectives run on the network lane."""
         self.device = engine.device
         """The device of compute."""
+        self.plan = engine.plan
+        """The plan at work."""
+        self.host_buffers = engine.host_buffers
+        """The host memory of this rank that no chunk owns."""
+        self.loss_scale = engine.loss_scale
+        """The scale of losses."""
         self.optimizers = dict(optimizers)
         self._steppers = {name: stepper_of(optimizer) for name, optimizer in optimizers.items()}
-
-    @property
-    def plan(self) -> Plan:
-        """The plan at work."""
-        return self._engine.plan
 
     @property
     def reader(self) -> StateReader | None:
@@ -267,7 +262,7 @@ class TrainingStates:
                     for name, held in chunk.held.items():
                         if name not in skipped:
                             notes |= fill_weights(name, held.first, target[held.part])
-                    notes |= states.load_states(find, wait)
+                    notes = notes.union(*(shard.load(find, wait) for shard in states.shards))
                 finally:
                     wait()  # masters are read next, and the window's buffer goes to another chunk
                 if chunk.masters is not None:
@@ -298,17 +293,3 @@ class TrainingStates:
         """The host memory of this rank for copies while a checkpoint is written: what the plan gives, if it is free."""
         planned = self.plan.predicted.checkpoint_bytes // self._engine.host_share.on_machine
         return min(planned, self._engine.spare_host_bytes()) if planned else 0
-
-    @property
-    def host_buffers(self) -> HostBuffers:
-        """The host memory of this rank that no chunk owns."""
-        return self._engine.host_buffers
-
-    def loss_scale_state(self) -> dict[str, float | int] | None:
-        """The state of float16's loss scale; None if losses are not scaled."""
-        scale = self._engine.loss_scale
-        return scale.state() if scale.used else None
-
-    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Loads a saved loss scale."""
-        self._engine.loss_scale.load(state)

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.checksum import CHECKSUM_KIND
-from elixir.checkpoint_format.commit import (
+from elixir.checkpoint_format.folders import (
     abandon,
     commit,
     finish_commit,
     new_id,
+    next_sequence,
     rank_file,
     read_index,
     remove_stale,
 )
 from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.run_folders import next_sequence
+from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND
 from elixir.checkpoint_format.slices import Slice, SliceWriter
 from elixir.checkpoint_format.values import encode
 from elixir.errors import CheckpointNotFound, FileError

@@ -246,7 +246,7 @@ def taken_bytes(pool: SnapshotPool, *, most: bool = False) -> int:
     return sum(end - begin for begin, end in lent._inside.values())
 
 
-def snapshot_part(states: snapshot.LiveStates) -> Any:
+def snapshot_part(states: snapshot.ChunkReader) -> Any:
     """A chunk of a snapshot."""
     return snapshot._Part(states)
 

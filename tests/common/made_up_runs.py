@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.checkpoint import heartbeat_group, load_checkpoint, save_checkpoint
+from elixir.checkpoint import load_checkpoint, save_checkpoint, shared_folder
 from elixir.errors import ElixirError, InputError
 from elixir.hardware.process_memory import Resident
 from elixir.plan.plan import Plan
@@ -481,6 +481,6 @@ def known_memory() -> Iterator[None]:
         patch.setattr(plan_promise, "resident", lambda: Resident(200 * MIB, 100 * MIB, 310 * MIB))
         patch.setattr(plan_promise, "free_host_bytes", lambda: free_bytes.here)
         patch.setattr(step_clock, "time", Ticks())
-        patch.setattr(heartbeat_group, "time", SimpleNamespace(monotonic=lambda: 0.0))  # a slow one takes more rounds
+        patch.setattr(shared_folder, "time", SimpleNamespace(monotonic=lambda: 0.0))  # a slow one takes more rounds
         inside.forget(patch, "promises")
         yield

@@ -183,7 +183,7 @@ def test_updates_that_do_not_wait_are_found(mode: str, tmp_path: Path, monkeypat
     """The check itself: updates that never ask whether their chunk is still being written."""
     monkeypatch.setattr(snapshot.Snapshot, "release", lambda self, index: None)
     # Whether the save itself finds that resident weights have changed depends on which thread is first.
-    monkeypatch.setattr("elixir.checkpoint.saving._ChunkReader.check", lambda self: None)
+    monkeypatch.setattr("elixir.checkpoint.snapshot.ChunkReader.check", lambda self: None)
     it = case("opt", layers=1)
     it = replace(it, inp=gpu.there(it.inp))
     assert watched_saves(monkeypatch, it, make_plan(it, mode), 0, tmp_path).found

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint, remove_stale
+from elixir.checkpoint_format.folders import (
+    abandon,
+    commit,
+    finish_commit,
+    newest_checkpoints,
+    read_index,
+    remove_checkpoint,
+    remove_stale,
+)
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.run_folders import newest_checkpoints
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.checkpoint_format.slice_reader import verify

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import Index, parse_index
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elixir.checkpoint_format.commit import commit
 from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.folders import commit
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.slice_reader import SliceReader
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import abandon, commit, finish_commit, read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
+from elixir.checkpoint_format.folders import abandon, commit, finish_commit, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from elixir.checkpoint_format.commit import commit
+from elixir.checkpoint_format.folders import commit
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.checkpoint_format.values import DEEPEST, decode, encode
 from elixir.errors import CheckpointCorrupt, InputError

@@ -19,8 +19,8 @@ import torch
 
 import elixir
 from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions, Saves
+from elixir.checkpoint.shared_folder import HeartbeatGroup
 from elixir.checkpoint.snapshot import Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME

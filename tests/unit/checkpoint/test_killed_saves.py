@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elixir.checkpoint import Checkpoints, heartbeat_group, load_checkpoint, save_checkpoint
-from elixir.checkpoint.heartbeat_group import LONGEST_PERIOD_S, HeartbeatGroup
+from elixir.checkpoint import Checkpoints, load_checkpoint, save_checkpoint, shared_folder
+from elixir.checkpoint.shared_folder import LONGEST_PERIOD_S, HeartbeatGroup
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import CheckpointError, RankError
 from tests.common.parity import adamw
@@ -97,7 +97,7 @@ class TwoRanks:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(heartbeat_group, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(shared_folder, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -23,9 +23,8 @@ import torch
 
 from elixir.artifact import digest
 from elixir.checkpoint import Checkpoints
-from elixir.checkpoint_format.commit import read_index, remove_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.run_folders import find_checkpoints, one_checkpoint
+from elixir.checkpoint_format.folders import find_checkpoints, one_checkpoint, read_index, remove_checkpoint
 from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
 from elixir.checkpoint_format.slice_reader import verify
 from elixir.errors import ElixirError

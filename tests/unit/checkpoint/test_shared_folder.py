@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from elixir.checkpoint.heartbeat_group import HeartbeatGroup
 from elixir.checkpoint.saving import SaveOptions
-from elixir.checkpoint.shared_folder import SharedFolder, newest_of_all
-from elixir.checkpoint_format.commit import commit, read_index
+from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder, newest_of_all
+from elixir.checkpoint_format.folders import commit, read_index
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointError, FileError
@@ -87,10 +86,10 @@ class Machines:
         self.folders[1].mkdir(parents=True, exist_ok=True)
         return self.folders[1]
 
-    def shared(self, rank: int) -> SharedFolder:
+    def shared(self, rank: int, group: Any = None) -> SharedFolder:
         machine = MACHINES[rank]
         ranks = [other for other in range(RANKS) if MACHINES[other] == machine]
-        return SharedFolder(self.folders[rank], rank, ranks, 2, self.files[rank])
+        return SharedFolder(self.folders[rank], rank, ranks, group, 2, self.files[rank])
 
     def new(self, folder: Path, like: Index | None = None) -> Index:
         """Writes one more checkpoint into a folder, not committed."""
@@ -138,7 +137,7 @@ def test_the_newest_of_all_is_the_first_that_all_have() -> None:
 
 def test_a_number_is_above_those_on_all_machines(machines: Machines) -> None:
     save(machines.b.parent / "other", TENSORS, sequence=41)
-    assert together(lambda rank, ranks: machines.shared(rank).next_sequence(ranks)) == [42] * RANKS
+    assert together(lambda rank, ranks: machines.shared(rank, ranks).next_sequence()) == [42] * RANKS
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -150,7 +149,7 @@ def test_room_is_needed_for_all_that_share_a_folder(machines: Machines, spare: i
             return 400 if "/a/" in str(folder) else 600 + spare
 
     machines.files = [Full() for _ in MACHINES]
-    found = together(lambda rank, ranks: machines.shared(rank).check_space(100 * (rank + 1), ranks))
+    found = together(lambda rank, ranks: machines.shared(rank, ranks).check_space(100 * (rank + 1)))
     assert [found[rank] for rank in (0, 2, 3)] == [None] * 3
     if spare:
         assert "takes 600 B in" in str(found[1])
@@ -165,7 +164,7 @@ def committed(machines: Machines) -> tuple[list[Any], Index]:
     machines.new(machines.b, like=index)
 
     def run(rank: int, ranks: HeartbeatGroup) -> None:
-        machines.shared(rank).commit(index, machines.before.id, ranks)
+        machines.shared(rank, ranks).commit(index, machines.before.id)
 
     return together(run), index
 
@@ -207,7 +206,7 @@ def test_a_first_commit_that_fails_elsewhere_leaves_no_checkpoint(tmp_path: Path
     index = machines.new(machines.a)
     machines.new(machines.b, like=index)
     machines.files = [RecordingFiles(), FailingFiles(1, only=("rename",)), UnsyncedFiles(), UnsyncedFiles()]
-    found = together(lambda rank, ranks: machines.shared(rank).commit(index, None, ranks))
+    found = together(lambda rank, ranks: machines.shared(rank, ranks).commit(index, None))
     assert [type(each) for each in found] == [CheckpointError] * RANKS
     assert machines.names(machines.a) == set()
     log = machines.files[0].log  # type: ignore[attr-defined]
@@ -226,7 +225,7 @@ def test_what_a_cut_off_commit_left_is_ended_alike_on_all_machines(machines: Mac
     machines.new(machines.b, like=index)
     commit(machines.a, index)
     assert PREVIOUS_NAME in machines.names(machines.a)
-    found = together(lambda rank, ranks: machines.shared(rank).clean_up(ranks))
+    found = together(lambda rank, ranks: machines.shared(rank, ranks).clean_up())
     assert found == [machines.before.id] * RANKS
     for folder in (machines.a, machines.b):
         assert read_index(folder).id == machines.before.id
@@ -235,7 +234,7 @@ def test_what_a_cut_off_commit_left_is_ended_alike_on_all_machines(machines: Mac
 
 def test_machines_with_nothing_in_common_keep_what_each_has(machines: Machines) -> None:
     own = save(machines.b, TENSORS, world_size=1)
-    found = together(lambda rank, ranks: machines.shared(rank).clean_up(ranks))
+    found = together(lambda rank, ranks: machines.shared(rank, ranks).clean_up())
     assert found == [None] * RANKS
     assert [read_index(folder).id for folder in (machines.a, machines.b)] == [machines.before.id, own.id]
 
@@ -244,7 +243,7 @@ def test_a_damaged_index_keeps_its_files_and_an_old_previous_one_goes(machines: 
     (machines.a / PREVIOUS_NAME).write_bytes(b"damaged")
     (machines.b / INDEX_NAME).write_bytes(b"damaged")
     (machines.b / PREVIOUS_NAME).write_bytes(b"damaged")
-    assert together(lambda rank, ranks: machines.shared(rank).clean_up(ranks)) == [None] * RANKS
+    assert together(lambda rank, ranks: machines.shared(rank, ranks).clean_up()) == [None] * RANKS
     assert machines.names(machines.a) == {INDEX_NAME, *machines.before.files}
     assert machines.names(machines.b) == {INDEX_NAME, *machines.before.files}
 
@@ -271,7 +270,7 @@ def test_the_same_steps_stay_on_all_machines(tmp_path: Path, keep: int | None, l
         write(write_cut_off, TENSORS, world_size=1)
 
     def run(rank: int, ranks: HeartbeatGroup) -> None:
-        dataclasses.replace(machines.shared(rank), folder=folders[rank]).retain(keep, ranks)
+        dataclasses.replace(machines.shared(rank, ranks), folder=folders[rank]).retain(keep)
 
     assert together(run) == [None] * RANKS
     for root in {folder.parent for folder in folders}:
@@ -297,10 +296,10 @@ def test_nobody_goes_on_while_a_leader_removes_files(tmp_path: Path) -> None:
         save(root / f"step-0000000{step}", TENSORS, world_size=2, sequence=step)
 
     def run(rank: int, ranks: HeartbeatGroup) -> tuple[set[str], bool]:
-        shared = machines.shared(rank)
-        shared.clean_up(ranks)
+        shared = machines.shared(rank, ranks)
+        shared.clean_up()
         seen = machines.names(machines.folders[rank])
-        dataclasses.replace(shared, folder=roots[rank] / "step-00000002").retain(1, ranks)
+        dataclasses.replace(shared, folder=roots[rank] / "step-00000002").retain(1)
         return seen, (roots[rank] / "step-00000001").exists()
 
     for seen, exists in together(run):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import snapshot as module
-from elixir.checkpoint.snapshot import LiveTensor, PartState, Snapshot, SnapshotPool, aligned
+from elixir.checkpoint.snapshot import PartState, Snapshot, SnapshotPool, aligned
 from elixir.checkpoint_format import saved_tensor
 from elixir.errors import CheckpointError, StateError
 from tests.common import inside
@@ -51,7 +51,7 @@ class Chunk:
         if self.broken:
             raise RuntimeError("the update failed")
 
-    def read(self) -> dict[str, LiveTensor]:
+    def read(self) -> dict[str, Flat]:
         return {key: Flat(tensor) for key, tensor in self.tensors.items()}
 
     def check(self) -> None:
@@ -412,7 +412,7 @@ class DeviceChunk(Chunk):
     def wait(self) -> None:
         pass
 
-    def read(self) -> dict[str, LiveTensor]:
+    def read(self) -> dict[str, Flat]:
         return {key: DeviceTensor(tensor) for key, tensor in self.tensors.items()}
 
     def check(self) -> None:
