@@ -23,8 +23,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.optimizer_list import OptimizerList, as_several
 from elixir.integrations.run import Options, Run, as_inp, read_options
-from elixir.models.samples import planning_batch
-from elixir.models.step import default_step
+from elixir.models.step import default_step, planning_batch
 from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map

@@ -17,7 +17,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.files import FILES
 from elixir.integrations.run import Planned, Run, as_inp, plan_made, read_options, refuse_all
-from elixir.models.samples import planning_batch
+from elixir.models.step import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -254,6 +254,24 @@ class ChunkPlan:
     def file_bytes(self, rank: int, world_size: int) -> int:
         """Bytes that a load reads from files on `rank`."""
         return self.held_numel(rank, world_size) * dtype_bytes(self.dtype) if self.home is Home.FILES else 0
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file in which a plan leaves frozen weights, as it was then, so that a run can see whether it
+    changed."""
+
+    name: str
+    """Its name without the folder, which may be another one where the plan runs."""
+    nbytes: Count
+    """Its size."""
+    digest: str
+    """Digest of its size, its header and a sample of each tensor (`elixir.extents.weight_files`)."""
+    modified_us: int | None = field(default=None, compare=False)
+    """Time of its last change, in microseconds; a copy on another machine may have another. None if not known."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True)

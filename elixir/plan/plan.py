@@ -35,6 +35,7 @@ from elixir.plan.chunk_plan import (
     Count,
     FrozenHome,
     Positive,
+    WeightFile,
     alignment_bytes,
     itemsize_of,
     must,
@@ -44,7 +45,6 @@ from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
 from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
-from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape, UnitActivations
 from elixir.units import format_bytes, format_seconds
@@ -411,7 +411,7 @@ class Plan(Artifact):
         return digest(self.to_dict())
 
     def check(self, model_fingerprint: str, world_size: int) -> None:
-        """Makes sure that the plan was made for this model (`elixir.models.model_fingerprint.fingerprint`) and world
+        """Makes sure that the plan was made for this model (`elixir.models.model_tensors.fingerprint`) and world
         size.
 
         Raises:
