@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from elixir.artifact import digest
 from elixir.errors import InputError
-from elixir.models.inner_tensors import InnerTensors
-from elixir.models.quantised import companions, is_packed
+from elixir.models.quantised import InnerTensors, companions, is_packed
 
 
 class BufferPlace(NamedTuple):

@@ -338,9 +338,7 @@ class Plan(Artifact):
             ChunkRoute(
                 weight_bytes=chunk.weight_bytes,
                 shard_bytes=chunk.weight_bytes // self.shards,
-                resident=chunk.resident,
-                weight_on_device=chunk.weight_home == "device",
-                state_on_device=chunk.state_home == "device",
+                home=chunk.home,
                 trainable=chunk.trainable,
                 gradient=chunk.reduce_order is not None,
                 stepped=chunk.has_parameters_on(rank % self.shards, self.shards),

@@ -16,8 +16,8 @@ from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.memory import written
 from elixir.errors import InputError
 from elixir.memory_order import Order
-from elixir.models.inner_tensors import first_inside
 from elixir.models.model_tensors import buffer_places
+from elixir.models.quantised import first_inside
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule

@@ -270,9 +270,7 @@ class MemoryModel:
         route = ChunkRoute(
             nbytes,
             nbytes // setting.shards,
-            home.resident,
-            home.weights_on_device,
-            home.states_on_device,
+            home,
             trainable,
             gradient,
             turned_bytes=0 if home.states_on_device else direction_bytes,
