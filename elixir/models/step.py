@@ -74,8 +74,8 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
     # The generator lives on the CPU; without this a `torch.device` context of the caller's would move the batch.
     with torch.device("cpu"):
         if getattr(model, "main_input_name", "") == "pixel_values":
-            return _image_batch(model, config, batch, seq, generator)
-        return _token_batch(model, config, batch, seq, generator)
+            return _image_batch(model, batch, seq, generator)
+        return _token_batch(model, batch, seq, generator)
 
 
 def input_to_trace(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
@@ -194,10 +194,8 @@ def max_positions(model: nn.Module) -> int | None:
     return limit
 
 
-def _image_batch(
-    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    name = type(model).__name__
+def _image_batch(model: nn.Module, batch: int, seq: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    name, config = type(model).__name__, model.config
     if not _is_a(model, "ForImageClassification"):
         raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
     if seq is not None:
@@ -211,14 +209,12 @@ def _image_batch(
     pixels = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float32)
     return {
         "pixel_values": pixels.to(dtypes[0] if dtypes else torch.float32),
-        "labels": _class_labels(name, config, batch),
+        "labels": _class_labels(model, batch),
     }
 
 
-def _token_batch(
-    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    name, text = type(model).__name__, _text_config(config)
+def _token_batch(model: nn.Module, batch: int, seq: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    name, text = type(model).__name__, _text_config(model.config)
     vocabulary = getattr(text, "vocab_size", None)
     if getattr(model, "main_input_name", "input_ids") != "input_ids" or not isinstance(vocabulary, int):
         raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
@@ -238,9 +234,9 @@ def _token_batch(
 
     input_ids = tokens()
     if _is_a(model, "ForSequenceClassification"):
-        labels = _class_labels(name, config, batch)
+        labels = _class_labels(model, batch)
     elif _is_a(model, "ForTokenClassification"):
-        labels = _class_labels(name, config, batch * length).view(batch, length)
+        labels = _class_labels(model, batch * length).view(batch, length)
     elif _is_a(model, "ForMaskedLM", "ForConditionalGeneration"):
         labels = tokens()
     elif _is_a(model, "ForCausalLM", "LMHeadModel"):
@@ -263,9 +259,9 @@ def _sequence_length(model: nn.Module, seq: int | None) -> int:
     return seq
 
 
-def _class_labels(name: str, config: Any, count: int) -> torch.Tensor:
-    classes = getattr(config, "num_labels", 0)
-    if classes < 2 or getattr(config, "problem_type", None) not in (None, "single_label_classification"):
+def _class_labels(model: nn.Module, count: int) -> torch.Tensor:
+    name, classes = type(model).__name__, getattr(model.config, "num_labels", 0)
+    if classes < 2 or getattr(model.config, "problem_type", None) not in (None, "single_label_classification"):
         raise InputError(f"no default labels for {name} with {classes} classes: pass inp, a dict of its inputs")
     return torch.arange(count) % classes
 

@@ -334,25 +334,21 @@ class Plan(Artifact):
 
     def routes(self, rank: int = 0) -> tuple[ChunkRoute, ...]:
         """The routes of the bytes of each chunk in a step of `rank`."""
-        return tuple(
-            ChunkRoute(
-                weight_bytes=chunk.weight_bytes,
-                shard_bytes=chunk.weight_bytes // self.shards,
-                home=chunk.home,
-                trainable=chunk.trainable,
-                gradient=chunk.reduce_order is not None,
-                stepped=chunk.has_parameters_on(rank % self.shards, self.shards),
-                turned_bytes=self.turned_bytes(chunk),
-                exchanged_bytes=exchanged_bytes(
-                    chunk.matrices,
-                    [slot.offset for slot in chunk.parameters],
-                    chunk.numel // self.shards,
-                    self.shards,
-                    rank % self.shards,
-                ),
-                file_bytes=chunk.file_bytes(rank % self.shards, self.shards),
-            )
-            for chunk in self.chunks
+        return tuple(self._route(chunk, rank % self.shards) for chunk in self.chunks)
+
+    def _route(self, chunk: ChunkPlan, place: int) -> ChunkRoute:
+        """The route of a chunk's bytes on the rank with this place in its replica."""
+        offsets, shard_numel = [slot.offset for slot in chunk.parameters], chunk.numel // self.shards
+        return ChunkRoute(
+            weight_bytes=chunk.weight_bytes,
+            shard_bytes=chunk.weight_bytes // self.shards,
+            home=chunk.home,
+            trainable=chunk.trainable,
+            gradient=chunk.reduce_order is not None,
+            stepped=chunk.has_parameters_on(place, self.shards),
+            turned_bytes=self.turned_bytes(chunk),
+            exchanged_bytes=exchanged_bytes(chunk.matrices, offsets, shard_numel, self.shards, place),
+            file_bytes=chunk.file_bytes(place, self.shards),
         )
 
     def prediction_for(self, micro_batches: int) -> Prediction:
