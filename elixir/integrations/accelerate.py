@@ -316,12 +316,9 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
                 models.remove(self.elixir.module)
                 self._elixir_moves_states = True
 
-        handle = self.register_load_state_pre_hook(hook)
-        try:
+        with patch.object(self, "_elixir_moves_states", False), contextlib.ExitStack() as undone:
+            undone.callback(self.register_load_state_pre_hook(hook).remove)
             super().load_state(input_dir, *args, **kwargs)
-        finally:
-            handle.remove()
-            self._elixir_moves_states = False
 
     def gather(self, tensor: Any) -> Any:
         """Gathers as Accelerator does; while only rank 0 traces a step, as if all ranks had the same."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -398,10 +398,9 @@ def generation_traced(trainer: Any, model: nn.Module) -> Iterator[None]:
     def rewards(inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(len(inputs), len(trainer.reward_funcs))
 
-    with ExitStack() as patched:
-        patched.enter_context(patch.object(model, "generate", generate))
-        if hasattr(trainer, "_calculate_rewards"):
-            patched.enter_context(patch.object(trainer, "_calculate_rewards", rewards))
+    has_rewards = hasattr(trainer, "_calculate_rewards")
+    scored = patch.object(trainer, "_calculate_rewards", rewards) if has_rewards else nullcontext()
+    with patch.object(model, "generate", generate), scored:
         yield
 
 

@@ -43,8 +43,7 @@ class BufferPlace(NamedTuple):
 
     def cast(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns the dtype of the buffer where floating ones take `dtype`; companions keep their own."""
-        casts = dtype is not None and self.buffer.is_floating_point() and isinstance(self.holder, nn.Module)
-        return dtype if casts and dtype is not None else self.buffer.dtype
+        return cast_dtype(self.buffer, dtype) if isinstance(self.holder, nn.Module) else self.buffer.dtype
 
 
 def buffer_places(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[BufferPlace]:
@@ -66,7 +65,7 @@ def buffer_places(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 
 def cast_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of a parameter of a model that is cast to `dtype`.
+    """Returns the dtype of a parameter or buffer of a model that is cast to `dtype`.
 
     Whole numbers and packed ones stay what they are: a cast would change packed bytes, not their meaning.
     """

@@ -311,14 +311,10 @@ def ready_to_move(model: nn.Module) -> Callable[[], None]:
     Returns:
         What ends both.
     """
-    put_together = unwrap_subclasses(model)
-    layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-    def end() -> None:
-        for layer in layers:
-            layer.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
-        put_together()
-
-    return end
+    undone = contextlib.ExitStack()
+    undone.callback(unwrap_subclasses(model))
+    for module in model.modules():
+        if vars(module).get("support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            undone.callback(setattr, module, "support_avx512bf16_for_cpu", True)
+    return undone.close
