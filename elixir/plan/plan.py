@@ -37,13 +37,13 @@ from elixir.plan.chunk_plan import (
     Positive,
     WeightFile,
     alignment_bytes,
+    check_replicas,
     itemsize_of,
     must,
     packed_text,
 )
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
-from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape, UnitActivations
