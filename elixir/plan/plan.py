@@ -342,7 +342,9 @@ class Plan(Artifact):
         return ChunkRoute(
             weight_bytes=chunk.weight_bytes,
             shard_bytes=chunk.weight_bytes // self.shards,
-            home=chunk.home,
+            resident=chunk.resident,
+            weight_on_device=chunk.weight_home == "device",
+            state_on_device=chunk.state_home == "device",
             trainable=chunk.trainable,
             gradient=chunk.reduce_order is not None,
             stepped=chunk.has_parameters_on(place, self.shards),

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elixir.plan.chunk_plan import Home
-
 
 class ChunkRoute(NamedTuple):
-    """The way of one chunk's bytes: the home of its weights and states, and whether it has gradients."""
+    """The way of one chunk's bytes: the homes of its weights and states, and whether it has gradients."""
 
     weight_bytes: int
     """Bytes of the gathered weights, and of a whole gradient."""
     shard_bytes: int
-    home: Home
+    resident: bool
+    weight_on_device: bool
+    state_on_device: bool
     trainable: bool
     gradient: bool
     """Whether any of its parameters gets a gradient."""
@@ -102,27 +102,27 @@ def step_traffic(
         loaded = loads.get(index, 0)
         network += loaded * from_others
         files += loaded * route.file_bytes
-        if not route.home.weights_on_device:
+        if not route.weight_on_device:
             host_to_device += loaded * route.shard_bytes
         if not route.trainable:
             continue
         if route.gradient:
             network += backwards.count * from_others
-            if not route.home.states_on_device:
+            if not route.state_on_device:
                 device_to_host += backwards.count * route.shard_bytes
             if replicas > 1:
                 across += (backwards.summed + backwards.finished) * all_reduce_bytes(route.shard_bytes, replicas)
-                if not route.home.states_on_device:  # what was added up goes along
+                if not route.state_on_device:  # what was added up goes along
                     host_to_device += bool(backwards.partial) * route.shard_bytes
                     device_to_host += backwards.finished * route.shard_bytes
         if not stepped:
             continue
-        if route.home.resident:
+        if route.resident:
             network += from_others  # the new weights of the other ranks' shards
         if route.gradient:
             host_to_device += route.turned_bytes
             device_to_host += route.turned_bytes
             network += route.exchanged_bytes
-        if route.gradient and route.stepped and route.home.returns:
+        if route.gradient and route.stepped and route.weight_on_device and not route.state_on_device:
             host_to_device += route.shard_bytes
     return StepTraffic(host_to_device, device_to_host, network, files, across)

@@ -270,7 +270,9 @@ class MemoryModel:
         route = ChunkRoute(
             nbytes,
             nbytes // setting.shards,
-            home,
+            home.resident,
+            home.weights_on_device,
+            home.states_on_device,
             trainable,
             gradient,
             turned_bytes=0 if home.states_on_device else direction_bytes,

@@ -22,7 +22,7 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Work, make_lanes
 from elixir.chunk.memory import Ticket
-from elixir.plan.chunk_plan import ChunkPlan, Home, ParamSlot
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 
 CPU = torch.device("cpu")
@@ -286,7 +286,9 @@ class Training:
             ChunkRoute(
                 weight_bytes=4 * self.numel,
                 shard_bytes=4 * self.numel // self.case.shards,
-                home=Home.DEVICE if states == "device" else Home.HOST,
+                resident=False,
+                weight_on_device=False,
+                state_on_device=states == "device",
                 trainable=True,
                 gradient=True,
                 stepped=True,
