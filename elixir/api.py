@@ -26,12 +26,12 @@ from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import MachineView, least_free, unequal
 from elixir.kernels.adam.step import COPIED, ONE_PASS
-from elixir.models.inner_tensors import unwrapped_subclasses
 from elixir.models.layer_units import layers_compiled
 from elixir.models.plannable import refuse_compiled
+from elixir.models.quantised import unwrapped_subclasses
 from elixir.optimizer_states import LOOPS, check_kind, moments_of
+from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.plan.weight_file import WeightFile
 from elixir.search.budgets import is_this_machine
 from elixir.search.question import StepQuestion
 from elixir.search.replan import EarlyShares, Observation, correct

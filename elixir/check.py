@@ -21,8 +21,8 @@ from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
 from elixir.errors import ElixirError, InputError, shortened
 from elixir.hardware.profile import preset
-from elixir.models.samples import generators_untouched
 from elixir.models.step import check_batch, check_step, default_input, default_step, with_tensors
+from elixir.models.user_code import GENERATORS, restored
 from elixir.optimizer_states import moments_of
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
@@ -91,7 +91,7 @@ def refusals(
     check_step(step)
     batch = with_tensors(torch.Tensor.cpu, default_input(model) if inp is None else inp)
     run = _Check(model, optimizers, batch, step)
-    with generators_untouched(), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
+    with restored(*GENERATORS), _gradients_kept(model), uncompiled(model):  # copies lose what was compiled
         run.look_at_optimizers(moments)
         expected = run.plain()
         plan = run.plan(dtype, use_fused_kernels, None if moments is None else str(moments))
@@ -218,7 +218,7 @@ class _Check:
     def _steps(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Each run begins with what the first one found, such as a generator that the step draws from.
         reached = (self.model, self.step, self.batch, *self.optimizers)  # models and optimizers have hooks
-        with generators_untouched(), user_objects_restored(*reached, writes_unseen=True):
+        with restored(*GENERATORS), user_objects_restored(*reached, writes_unseen=True):
             for _ in range(STEPS):
                 self.step(model, with_tensors(torch.Tensor.clone, self.batch))
                 for optimizer in optimizers:

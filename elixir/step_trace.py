@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 from elixir.artifact import ADDED, Artifact
 from elixir.errors import InputError
 from elixir.optimizer_states import MASTER_BYTES, MATRIX_STATES, NO_OPTIMIZER, StateSize, state_size
-from elixir.units import dtype_bytes
+from elixir.units import dtype_bytes, format_bytes
 
 Phase = Literal["forward", "recompute", "backward"]
 """`recompute` is a checkpointed region that runs again inside backward."""
@@ -501,3 +501,29 @@ class StepTrace(Artifact):
         except InputError:
             return None
         return self.backward_peak_bytes + self.state_bytes(states)
+
+
+def peak_holders(trace: StepTrace) -> list[Contributor]:
+    """The holders of memory at the peak of forward and backward, the largest first.
+
+    Those of repeated layers are one: ``layers.*.fc1`` is that module of every layer.
+    """
+    found: dict[tuple[Kind, str, str], tuple[int, int]] = {}
+    for origin in trace.peak_contributors:
+        module = ".".join("*" if part.isdigit() else part for part in origin.module.split("."))
+        key = (origin.kind, module, origin.operator)
+        count, size = found.get(key, (0, 0))
+        found[key] = (count + origin.count, size + origin.bytes)
+    ranked = sorted(found.items(), key=lambda each: (-each[1][1], each[0]))
+    return [Contributor(*key, *amounts) for key, amounts in ranked]
+
+
+def holders_text(trace: StepTrace, most: int) -> str:
+    """The largest `most` of those that a batch takes, wherever weights are; empty without any."""
+    batch = [each for each in peak_holders(trace) if each.kind not in ("parameters", "gradients", "optimizer")]
+    return ", ".join(
+        f"{format_bytes(each.bytes)} {each.operator} in {each.module or 'no module'}"
+        if each.kind == "activations"
+        else f"{format_bytes(each.bytes)} of {each.kind}" + (f" of {each.operator}" if each.operator else "")
+        for each in batch[:most]
+    )

@@ -1,9 +1,11 @@
-"""Sizes and dtypes as people write them, and back."""
+"""Sizes, dtypes and ranges of numbers as people write them, and back."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from elixir.errors import InputError, shortened, unknown_name
@@ -130,3 +132,13 @@ def _torch_dtype(name: str) -> torch.dtype | None:
 
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
+
+
+def number_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each range of successive numbers, which are given in rising order.
+
+    >>> number_ranges((0, 1, 2, 8, 10, 11))
+    [(0, 2), (8, 8), (10, 11)]
+    """
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return [(run[0], run[-1]) for run in runs]

@@ -106,7 +106,7 @@ def _explain(args: Namespace | None, error: BaseException) -> int:
     if isinstance(error, PlanError) and args is not None:
         from elixir.cli.from_flags import in_flags
 
-        message = in_flags(error, args)
+        message = error.in_words(lambda lever: in_flags(lever, args))
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{shortened(str(error.filename), 200)}: {error.strerror}"
     if isinstance(error, (ElixirError, ValueError, OSError)) and not isinstance(error, StateError):

@@ -17,8 +17,8 @@ from elixir.hardware.profile import HardwareProfile, load_hardware, preset, pres
 from elixir.models import user_code
 from elixir.models.loading import config_of
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
+from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import Plan
-from elixir.plan.weight_file import WeightFile
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
 from elixir.search.question import Question

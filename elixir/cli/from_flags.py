@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elixir.cli.files import trace_in
-from elixir.errors import InputError, Lever, PlanError, unknown_name
+from elixir.errors import InputError, Lever, unknown_name
 from elixir.hardware.profile import HardwareProfile
 from elixir.models import user_code
 from elixir.search.question import StepQuestion
@@ -117,17 +117,13 @@ def refuse_settled(args: argparse.Namespace, path: str, names: Iterable[str]) ->
         raise InputError(f"{path} is a trace, which has settled {', '.join(given)}; leave out, or name the model")
 
 
-def in_flags(error: PlanError, args: argparse.Namespace) -> str:
-    """The message of `error`, whose levers name the flag of the command wherever it has one.
+def in_flags(lever: Lever, args: argparse.Namespace) -> str:
+    """The action of a lever, by the flag of the command wherever it has one.
 
     Args:
-        error: what the command ended with.
+        lever: of the error that the command ended with.
         args: what it was given.
     """
-    return error.in_words(lambda lever: _action(lever, args))
-
-
-def _action(lever: Lever, args: argparse.Namespace) -> str:
     if lever.options and all(name in vars(args) for name, _ in lever.options):
         words = flags_of(lever.options)
         trace = trace_in(args.model)

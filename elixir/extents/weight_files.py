@@ -22,7 +22,7 @@ import torch
 
 from elixir.errors import FileError, InputError
 from elixir.files import FILES, File, Files
-from elixir.plan.weight_file import WeightFile
+from elixir.plan.chunk_plan import WeightFile
 from elixir.units import MIB
 
 _DTYPES = {

@@ -23,6 +23,7 @@ import torch
 
 from elixir.errors import InputError, unknown_name
 from elixir.hardware.memory import MEMBERSHIP, ROOT, control_groups, own_group
+from elixir.units import number_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -216,13 +217,8 @@ def core_list(cores: Sequence[int]) -> str:
     >>> core_list((0, 1, 2, 8, 10, 11))
     '0-2,8,10-11'
     """
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    ranges = number_ranges(sorted(cores))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def _place(core: int, topology: Path) -> tuple[int, int, int]:

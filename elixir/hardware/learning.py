@@ -65,7 +65,7 @@ def learn(
     if mark in before.reports:
         raise InputError(f"these steps were learned before, on {before.date}; give the report of another run")
     profile = _with_early(profile, early)
-    factor = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else 1.0
+    factor = statistics.geometric_mean(ratios) if ratios else 1.0
     learned = Learned(
         date=today or datetime.date.today().isoformat(),
         steps=len(ratios) + before.steps,

@@ -76,8 +76,7 @@ def scenarios(hardware: HardwareProfile, *, clips: bool) -> tuple[Scenario, ...]
         clipped = (False,)
     elif kept is not None and kept <= 1 - KNOWN:
         clipped = (True,)
-    parts = ((1.0, slow) if slow < KNOWN else (1.0,) for slow in (slow_adam, slow_link))
-    adam, link = parts
+    adam, link = ((1.0, slow) if slow < KNOWN else (1.0,) for slow in (slow_adam, slow_link))
     return tuple(Scenario(a, b, c) for c, b, a in itertools.product(clipped, link, adam))
 
 

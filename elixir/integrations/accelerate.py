@@ -23,8 +23,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.integrations.optimizer_list import OptimizerList, as_several
 from elixir.integrations.run import Options, Run, as_inp, read_options
-from elixir.models.samples import planning_batch
-from elixir.models.step import default_step
+from elixir.models.step import default_step, planning_batch
 from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
@@ -58,11 +57,10 @@ _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An `ElixirOptimizer`, or a list of them, as accelerate prepares optimizers: steps end an accumulation."""
 
-    def __init__(self, optimizer: ElixirOptimizer | OptimizerList) -> None:
+    def __init__(self, optimizer: ElixirOptimizer | OptimizerList, accelerator: ElixirAccelerator) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._is_accelerate_prepared = True
-        self.elixir_leaves_out_states = False
-        """Whether `state_dict` leaves out states, which `ElixirAccelerator.save_state` saves chunk by chunk."""
+        self._elixir_accelerator = accelerator
 
     @property
     def step_was_skipped(self) -> bool:
@@ -71,11 +69,11 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The states, whole, on rank 0; all ranks call this."""
-        return {} if self.elixir_leaves_out_states else self.optimizer.state_dict(rank0_only=True)
+        return {} if self._elixir_accelerator._elixir_moves_states else self.optimizer.state_dict(rank0_only=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads states in torch's layout, the same on all ranks."""
-        if not self.elixir_leaves_out_states:
+        if not self._elixir_accelerator._elixir_moves_states:
             self.optimizer.load_state_dict(state_dict)
 
 
@@ -119,11 +117,12 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     _elixir_places_all = False
     """Whether models that are only evaluated stay where they are until a plan places them."""
+    _elixir_moves_states = False
+    """Whether states are saved or loaded chunk by chunk now, so that optimizers leave them out."""
 
     def _elixir_adopted(self, options: dict[str, Any]) -> None:
         self._elixir_options = options
         self._elixir_tracing = False
-        self._elixir_prepared: list[PreparedOptimizer] = []
         self._elixir_refuse_others()
         if self.mixed_precision != "no":
             what = "weights are in it, with float32 masters; no autocast"
@@ -247,9 +246,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         """Prepares as Accelerator does; see `PreparedOptimizer`."""
         if not _is_prepared(optimizer) or isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = PreparedOptimizer(optimizer)
-        self._elixir_prepared.append(prepared)
-        return super().prepare_optimizer(prepared, device_placement)
+        return super().prepare_optimizer(PreparedOptimizer(optimizer, self), device_placement)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Runs backward as Accelerator does; with float16 the loss is scaled."""
@@ -304,11 +301,8 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Saves as Accelerator does; states go chunk by chunk into the folder ``elixir``, for any number of ranks."""
-        self._elixir_leave_out_states(self.elixir is not None)
-        try:
+        with patch.object(self, "_elixir_moves_states", self.elixir is not None):
             location = super().save_state(output_dir, *args, **kwargs)
-        finally:
-            self._elixir_leave_out_states(False)
         if self.elixir is not None:
             self.elixir.save(location)
             self.elixir.save_plan(Path(location).parent)
@@ -320,18 +314,11 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
         def hook(models: list[Any], folder: str) -> None:
             if self.elixir is not None and self.elixir.load(folder):
                 models.remove(self.elixir.module)
-                self._elixir_leave_out_states(True)
+                self._elixir_moves_states = True
 
-        handle = self.register_load_state_pre_hook(hook)
-        try:
+        with patch.object(self, "_elixir_moves_states", False), contextlib.ExitStack() as undone:
+            undone.callback(self.register_load_state_pre_hook(hook).remove)
             super().load_state(input_dir, *args, **kwargs)
-        finally:
-            handle.remove()
-            self._elixir_leave_out_states(False)
-
-    def _elixir_leave_out_states(self, leave_out: bool) -> None:
-        for prepared in self._elixir_prepared:
-            prepared.elixir_leaves_out_states = leave_out
 
     def gather(self, tensor: Any) -> Any:
         """Gathers as Accelerator does; while only rank 0 traces a step, as if all ranks had the same."""

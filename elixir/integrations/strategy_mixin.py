@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -17,7 +17,7 @@ from elixir.api import dry_run, wrap
 from elixir.errors import InputError
 from elixir.files import FILES
 from elixir.integrations.run import Planned, Run, as_inp, plan_made, read_options, refuse_all
-from elixir.models.samples import planning_batch
+from elixir.models.step import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
@@ -136,11 +136,9 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         known = plugin is None or isinstance(plugin, PrecisionMixin)
         self._precision_plugin = plugin if known else self.precision_class(plugin.precision)
 
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> Any:
         """Wraps `configure_model`, on the meta device if asked to."""
-        with torch.device("meta") if self._elixir_meta else contextlib.nullcontext():
-            yield
+        return torch.device("meta") if self._elixir_meta else contextlib.nullcontext()
 
     def setup(self, trainer: Any) -> None:
         """Sets up optimizers on the plain model first, then the plan, then the wrapped model."""
@@ -267,10 +265,9 @@ class StrategyMixin(_Base):  # type: ignore[misc]
             logger.log_metrics(self.elixir.numbers(), step=trainer.global_step)
         return result
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Does nothing: each micro-batch is reduced into shards, since the plan counts no more."""
-        yield
+        return contextlib.nullcontext()
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ they know.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,17 +22,19 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.integrations.accelerate import SETTLED as OF_ACCELERATOR
 from elixir.integrations.accelerate import ElixirAccelerator, logger
-from elixir.integrations.generating import batch_made, rows_of, twin_shown
 from elixir.integrations.optimizer_list import OptimizerList, as_one
 from elixir.integrations.run import Options, Planned, Run, plan_made, read_options, refuse_all
-from elixir.models.samples import generators_untouched
+from elixir.models.step import generation_step, planning_batch
 from elixir.models.together import Together, together
+from elixir.models.user_code import GENERATORS, restored
 from elixir.plan.plan import Plan
+from elixir.tracer.use_order import memory_alone
 from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
 
 try:
@@ -53,6 +57,9 @@ OWN = ("log",)
 """Options next to those of `elixir.wrap`: ``log="all"`` logs the whole report of a step, not `LOGGED` alone."""
 LOGGED = ("elixir/step_s", "elixir/tokens_per_s", "elixir/device_peak_bytes")
 """Numbers of the last step in each line of the log. The last is measured on CUDA only."""
+
+_METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nanmin": torch.amin, "nanmax": torch.amax}
+"""Functions of TRL's module -> functions of the same shape that ask for no value."""
 
 
 @dataclass
@@ -108,7 +115,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         if self.elixir is not None:
             return self.elixir.module.plan
         try:
-            with patch.object(self, "_elixir_only_plan", True), generators_untouched():
+            with patch.object(self, "_elixir_only_plan", True), restored(*GENERATORS):
                 return plan_made(self.train, "train()")
         finally:
             self.is_in_train = False
@@ -201,21 +208,21 @@ class ElixirMixin(_Base):  # type: ignore[misc]
             self.optimizer = self.elixir.optimizers[0]
         return self.elixir.module
 
-    def _elixir_others(self) -> dict[str, torch.nn.Module]:
+    def _elixir_others(self) -> dict[str, nn.Module]:
         """Models that the trainer runs next to the one it trains, by attribute, such as ``ref_model``."""
         own = set(self.model.modules())
         return {
             name: value
             for name, value in vars(self).items()
-            if isinstance(value, torch.nn.Module)
+            if isinstance(value, nn.Module)
             and name not in ("model", "model_wrapped")
             and value not in own
             and next(value.parameters(), None) is not None
         }
 
-    def _elixir_models(self) -> torch.nn.Module:
+    def _elixir_models(self) -> nn.Module:
         """The model; together with the others if there are any, or if it is its own reference, without adapters."""
-        own: torch.nn.Module = self.model
+        own: nn.Module = self.model
         others = self._elixir_others()
         if not others and not hasattr(self, "ref_model"):
             return own
@@ -279,7 +286,7 @@ class ElixirMixin(_Base):  # type: ignore[misc]
         has_adapters = hasattr(self.model, "peft_config")
         return state_dict_bytes(self.model, only=partial(self._elixir_adapters, "") if has_adapters else None)
 
-    def _elixir_adapters(self, name: str, parameter: torch.nn.Parameter) -> bool:
+    def _elixir_adapters(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether PEFT may save a parameter: one that is trained, or an embedding, which it saves if it was resized."""
         around = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         embeddings = [each for part in around if part is not None for each in part.parameters()]
@@ -360,3 +367,63 @@ def with_elixir(trainer: type) -> type:
         raise InputError(f"with_elixir() takes a class derived from transformers.Trainer, got {trainer!r}")
     base = ElixirSeq2SeqTrainer if issubclass(trainer, Seq2SeqTrainer) else ElixirMixin
     return type(f"Elixir{trainer.__name__}", (base, trainer), {"__doc__": trainer.__doc__})
+
+
+def rows_of(trainer: Any, loader: Any) -> Any:
+    """The batch to plan for: the longest samples; for a trainer that generates, each as often as it will be there."""
+    rank_rows = trainer.args.train_batch_size
+    per_sample = getattr(trainer, "num_generations", None)
+    if per_sample is None:
+        return planning_batch(loader, batch_size=rank_rows)
+    rows = rank_rows * (getattr(trainer.args, "steps_per_generation", None) or 1)
+    samples = planning_batch(loader, batch_size=-(-rows // per_sample))
+    return [dict(samples[number // per_sample % len(samples)]) for number in range(rows)]
+
+
+@contextmanager
+def generation_traced(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """While open, `model` generates the most tokens that it may in two calls, and rewards are zeros.
+
+    A trace knows no token that follows from weights, so it cannot run the loop; rewards are functions of the user's,
+    which may be slow or write somewhere.
+    """
+
+    def generate(input_ids: torch.Tensor, *, generation_config: Any, **_: Any) -> torch.Tensor:
+        new = generation_config.max_new_tokens
+        generation_step(input_ids.shape[1], new)(model, {"input_ids": input_ids})
+        ends = set(getattr(trainer, "eos_token_ids", ()))
+        token = next(number for number in range(len(ends) + 1) if number not in ends)
+        return torch.cat([input_ids, torch.full_like(input_ids[:, :1], token).expand(-1, new)], dim=1)
+
+    def rewards(inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(len(inputs), len(trainer.reward_funcs))
+
+    has_rewards = hasattr(trainer, "_calculate_rewards")
+    scored = patch.object(trainer, "_calculate_rewards", rewards) if has_rewards else nullcontext()
+    with patch.object(model, "generate", generate), scored:
+        yield
+
+
+def batch_made(trainer: Any, samples: Any, model: nn.Module) -> dict[str, Any]:
+    """The batch that the trainer makes of samples, where the traced model is; calls of the model for it count by their
+    memory."""
+    with memory_alone(), generation_traced(trainer, model):
+        batch = trainer._prepare_inputs(samples)
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@contextmanager
+def twin_shown(trainer: Any, models: dict[str, nn.Module]) -> Iterator[None]:
+    """While open, the trainer's attributes of these names are the traced models, in a step of a whole accumulation.
+
+    The least and the most of metrics, which TRL finds by asking for values, are those of tensors without NaN.
+    """
+    shown: dict[str, Any] = {**models, "current_gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
+    with ExitStack() as patched:
+        patched.enter_context(patch.multiple(trainer, create=True, **shown))
+        for name, least in _METRICS.items():
+            for owner in {kind.__module__ for kind in type(trainer).__mro__} & sys.modules.keys():
+                if hasattr(sys.modules[owner], name):
+                    patched.enter_context(patch.object(sys.modules[owner], name, least))
+        yield

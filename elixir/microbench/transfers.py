@@ -4,7 +4,6 @@ bytes of the whole chunk and world size."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import statistics
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elixir.hardware.memory import check_device
-from elixir.microbench.bench import Bench, Run, Workload, geometric, walking, windows
+from elixir.microbench.bench import Bench, Run, Workload, geometric, walking
 from elixir.microbench.ranks import GROUP_TIMEOUT, Ranks
 from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.units import MIB, format_bytes
@@ -127,17 +126,12 @@ def both_ways_work(bench: Bench) -> Workload:
     half = plan.buffer_bytes // 2
     sizes = geometric(min(SMALLEST_BOTH_BYTES, half), half, plan.amounts, SMALLEST_BYTES)
 
+    def buffers() -> list[torch.Tensor]:
+        return [*_buffers(bench, half, pinned=True), *_buffers(bench, half, pinned=True)[::-1]]
+
     def begin() -> Callable[[int], Run]:
-        (host_up, up), (host_down, down) = (_buffers(bench, half, pinned=True) for _ in range(2))
         timed = _timed_on_streams(bench.device) if bench.device.type == "cuda" else _timed_on_threads()
-
-        def prepare(size: int) -> Run:
-            ways = ((host_up, up), (down, host_down))
-            copies = [zip(windows(source, size), windows(goal, size), strict=True) for source, goal in ways]
-            turns = itertools.cycle(zip(*copies, strict=True))
-            return lambda: timed(next(turns))
-
-        return prepare
+        return walking(lambda up, on_device, down, on_host: timed(((up, on_device), (down, on_host))), buffers)()
 
     keys = tuple(f"{way}.both{_suffix(bench)}" for way in _TITLES)
     title, how = f"host and {bench.device}, both ways at once", f"copies both ways at once, {_span(sizes)} each"

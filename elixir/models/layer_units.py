@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -126,26 +126,20 @@ def layers_compiled(model: nn.Module, compile: object, *, keep: bool) -> Iterato
         InputError: the model repeats no layer.
     """
     arguments = check_compile(compile)
-    compiled: list[nn.Module] = []
-    stays = False
-    with compiled_in_place(model, keep=keep):
-        try:
-            if arguments is not None:
-                layers = repeated_layers(model)
-                if not layers:
-                    raise InputError(
-                        "compile= compiles the layers that a model repeats in an nn.ModuleList or nn.Sequential, and "
-                        f"{type(model).__name__} has none; call compile() on the modules of your choice"
-                    )
-                compiled += [layer for layer in layers if not is_compiled(layer)]
-                for layer in compiled:
-                    compile_module(layer, **arguments)
-            yield
-            stays = keep
-        finally:
-            if not stays:
-                for layer in compiled:
-                    layer._compiled_call_impl = None
+    with compiled_in_place(model, keep=keep), ExitStack() as undone:
+        if arguments is not None:
+            layers = repeated_layers(model)
+            if not layers:
+                raise InputError(
+                    "compile= compiles the layers that a model repeats in an nn.ModuleList or nn.Sequential, and "
+                    f"{type(model).__name__} has none; call compile() on the modules of your choice"
+                )
+            for layer in [each for each in layers if not is_compiled(each)]:
+                undone.callback(setattr, layer, "_compiled_call_impl", None)
+                compile_module(layer, **arguments)
+        yield
+        if keep:
+            undone.pop_all()
 
 
 def _needs_hooks_inside(module: nn.Module) -> bool:

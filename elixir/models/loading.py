@@ -22,8 +22,7 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError, shortened, unknown_name
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
 from elixir.models.model_shape import ModelShape, find, model_names, read_config
-from elixir.models.settings import restored
-from elixir.models.user_code import called, imported
+from elixir.models.user_code import called, imported, restored
 from elixir.units import parse_dtype
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")

@@ -10,8 +10,7 @@ from elixir.access.compiled_units import compiled_in_place, compiled_units, has_
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.access.whole import holds_others
 from elixir.errors import InputError
-from elixir.models.inner_tensors import InnerTensor
-from elixir.models.quantised import PACKED_CLASSES, is_packed, packed_for_cpu
+from elixir.models.quantised import PACKED_CLASSES, InnerTensor, is_packed, packed_for_cpu
 from elixir.models.shared_memory import find_shared_memory
 from elixir.models.together import Together
 from elixir.plan.plan import Plan

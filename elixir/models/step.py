@@ -1,20 +1,23 @@
 """The step that a plan is made for when the caller gives none: one random batch, forward, loss, backward; for
-generation, the prompt, then the last token with a full key-value cache."""
+generation, the prompt, then the last token with a full key-value cache. With the data of a training, its batch."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened
+from elixir.models.user_code import GENERATORS, restored
 from elixir.torch_private import tree_map
 
 DEFAULT_BATCH = 1
@@ -25,6 +28,11 @@ DEFAULT_SEQUENCE = 1024
 MOST_REAL_NUMEL = 1 << 24
 """Elements up to which the input of a traced step is made of real values: 128 MiB of token ids."""
 _MOST = 1 << 40  # samples or tokens per sample; beyond, sizes in bytes are no numbers that torch can count with
+
+LOOKED_AT = 64
+"""Samples whose sizes are compared first."""
+MOST_LOOKED_AT = 2048
+"""Samples whose sizes are compared where the first ones differ, evenly spread over the dataset."""
 
 _SEED = 0  # seed of the generator that draws the batch: the same batch every time
 
@@ -66,8 +74,8 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
     # The generator lives on the CPU; without this a `torch.device` context of the caller's would move the batch.
     with torch.device("cpu"):
         if getattr(model, "main_input_name", "") == "pixel_values":
-            return _image_batch(model, config, batch, seq, generator)
-        return _token_batch(model, config, batch, seq, generator)
+            return _image_batch(model, batch, seq, generator)
+        return _token_batch(model, batch, seq, generator)
 
 
 def input_to_trace(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
@@ -186,10 +194,8 @@ def max_positions(model: nn.Module) -> int | None:
     return limit
 
 
-def _image_batch(
-    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    name = type(model).__name__
+def _image_batch(model: nn.Module, batch: int, seq: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    name, config = type(model).__name__, model.config
     if not _is_a(model, "ForImageClassification"):
         raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
     if seq is not None:
@@ -203,14 +209,12 @@ def _image_batch(
     pixels = torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float32)
     return {
         "pixel_values": pixels.to(dtypes[0] if dtypes else torch.float32),
-        "labels": _class_labels(name, config, batch),
+        "labels": _class_labels(model, batch),
     }
 
 
-def _token_batch(
-    model: nn.Module, config: Any, batch: int, seq: int | None, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    name, text = type(model).__name__, _text_config(config)
+def _token_batch(model: nn.Module, batch: int, seq: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    name, text = type(model).__name__, _text_config(model.config)
     vocabulary = getattr(text, "vocab_size", None)
     if getattr(model, "main_input_name", "input_ids") != "input_ids" or not isinstance(vocabulary, int):
         raise InputError(f"no default input for {name}: pass inp, a dict of its inputs")
@@ -230,9 +234,9 @@ def _token_batch(
 
     input_ids = tokens()
     if _is_a(model, "ForSequenceClassification"):
-        labels = _class_labels(name, config, batch)
+        labels = _class_labels(model, batch)
     elif _is_a(model, "ForTokenClassification"):
-        labels = _class_labels(name, config, batch * length).view(batch, length)
+        labels = _class_labels(model, batch * length).view(batch, length)
     elif _is_a(model, "ForMaskedLM", "ForConditionalGeneration"):
         labels = tokens()
     elif _is_a(model, "ForCausalLM", "LMHeadModel"):
@@ -255,9 +259,9 @@ def _sequence_length(model: nn.Module, seq: int | None) -> int:
     return seq
 
 
-def _class_labels(name: str, config: Any, count: int) -> torch.Tensor:
-    classes = getattr(config, "num_labels", 0)
-    if classes < 2 or getattr(config, "problem_type", None) not in (None, "single_label_classification"):
+def _class_labels(model: nn.Module, count: int) -> torch.Tensor:
+    name, classes = type(model).__name__, getattr(model.config, "num_labels", 0)
+    if classes < 2 or getattr(model.config, "problem_type", None) not in (None, "single_label_classification"):
         raise InputError(f"no default labels for {name} with {classes} classes: pass inp, a dict of its inputs")
     return torch.arange(count) % classes
 
@@ -346,3 +350,53 @@ def _lengthen(cache: Any, tokens: int, model: nn.Module) -> None:
             kept, layer.cumulative_length = min(tokens, layer.sliding_window - 1), tokens
         layer.keys = keys.new_empty((*keys.shape[:-2], kept, keys.shape[-1]))
         layer.values = values.new_empty((*values.shape[:-2], kept, values.shape[-1]))
+
+
+def planning_batch(loader: Any, *, batch_size: int | None = None) -> Any:
+    """The batch to plan for: the largest samples of a dataset, collated; of a stream the first ones.
+
+    No sampler is asked, and the loader is not iterated, so that training sees the same batches as without this.
+
+    Args:
+        loader: a torch DataLoader, or one that accelerate made of it.
+        batch_size: of one rank; None takes the loader's.
+
+    Raises:
+        InputError: the dataset is empty.
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    sampler = getattr(loader, "batch_sampler", None)
+    size = batch_size or getattr(sampler, "batch_size", None) or loader.batch_size
+    with restored(*GENERATORS):  # looking at data must not change which data come
+        samples = _largest(loader.dataset, size or 1)
+        if not samples:
+            raise InputError("the dataset to plan for is empty; give the options inp=, a batch")
+        # Without a batch size, samples of a stream are collated one by one, as the loader does it.
+        return loader.collate_fn(samples if size else samples[0])
+
+
+def _largest(dataset: Any, count: int) -> list[Any]:
+    stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    if stream:
+        return list(islice(iter(dataset), count))
+    total = len(dataset)
+    sizes: dict[int, int] = {}
+    for most in (min(total, LOOKED_AT), min(total, MOST_LOOKED_AT)):
+        if len(set(sizes.values())) != 1:
+            spread = (number * total // most for number in range(most))
+            sizes |= {index: elements(dataset[index]) for index in spread if index not in sizes}
+    chosen = sorted(sizes, key=lambda index: (-sizes[index], index))[:count]
+    more = (index for index in range(total) if index not in sizes)
+    return [dataset[index] for index in [*chosen, *islice(more, count - len(chosen))]]
+
+
+def elements(sample: Any) -> int:
+    """Numbers in a sample, whatever holds them."""
+    if isinstance(sample, Mapping):
+        return sum(map(elements, sample.values()))
+    if isinstance(sample, (torch.Tensor, np.ndarray)):
+        return int(np.prod(sample.shape))
+    if isinstance(sample, Sequence) and not isinstance(sample, (str, bytes)):
+        # A list of numbers counts by its length; nested items are counted.
+        return len(sample) if sample and isinstance(sample[0], (int, float)) else sum(map(elements, sample))
+    return len(sample) if isinstance(sample, (str, bytes)) else 1

@@ -1,10 +1,10 @@
-"""One chunk of a plan: its parameters, where they live, and where it is used."""
+"""One chunk of a plan: its parameters, where they live, and where it is used; and checks of what a plan may say."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -257,6 +257,24 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file in which a plan leaves frozen weights, as it was then, so that a run can see whether it
+    changed."""
+
+    name: str
+    """Its name without the folder, which may be another one where the plan runs."""
+    nbytes: Count
+    """Its size."""
+    digest: str
+    """Digest of its size, its header and a sample of each tensor (`elixir.extents.weight_files`)."""
+    modified_us: int | None = field(default=None, compare=False)
+    """Time of its last change, in microseconds; a copy on another machine may have another. None if not known."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True)
 class ChunkUse:
     """One entry of the recorded order: consecutive accesses to the same chunks."""
 
@@ -271,6 +289,33 @@ def must(holds: object, field: str, what: str) -> None:
     """Raises `InputError` unless something holds that a field has to be."""
     if not holds:
         raise InputError(f"field '{field}' {what}")
+
+
+def check_replicas(replicas: int, world_size: int, name: str = "replicas") -> None:
+    """Raises `InputError` unless so many ranks form so many replicas of two ranks or more each."""
+    if replicas == 1:
+        return
+    most = max((r for r in range(1, world_size // 2 + 1) if world_size % r == 0), default=1)
+    if not 1 <= replicas <= most or world_size % replicas:
+        raise InputError(
+            f"{name} must divide the {world_size} ranks into replicas of two ranks or more, found {replicas}; give a "
+            f"divisor of {world_size} from 1 to {most}"
+        )
+
+
+def divisions(world_size: int, ranks_per_host: int) -> tuple[int, ...]:
+    """Numbers of replicas that fit the machines, rising from 1: a replica takes a part of a machine or whole ones.
+
+    >>> divisions(16, 8)
+    (1, 2, 4, 8)
+
+    Args:
+        world_size: ranks of all replicas.
+        ranks_per_host: how many of them share a machine.
+    """
+    shards = (world_size // replicas for replicas in range(1, world_size // 2 + 1) if world_size % replicas == 0)
+    fitting = [each for each in shards if each % ranks_per_host == 0 or ranks_per_host % each == 0]
+    return tuple(dict.fromkeys((1, *(world_size // each for each in fitting))))
 
 
 def itemsize_of(dtype: str) -> int:

@@ -35,16 +35,16 @@ from elixir.plan.chunk_plan import (
     Count,
     FrozenHome,
     Positive,
+    WeightFile,
     alignment_bytes,
+    check_replicas,
     itemsize_of,
     must,
     packed_text,
 )
 from elixir.plan.matrices import exchanged_bytes
 from elixir.plan.prediction import DISK_LINKS, LINKS, Prediction
-from elixir.plan.replicas import check_replicas
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
-from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule, required_chunks
 from elixir.step_trace import StepShape, UnitActivations
 from elixir.units import format_bytes, format_seconds
@@ -334,27 +334,23 @@ class Plan(Artifact):
 
     def routes(self, rank: int = 0) -> tuple[ChunkRoute, ...]:
         """The routes of the bytes of each chunk in a step of `rank`."""
-        return tuple(
-            ChunkRoute(
-                weight_bytes=chunk.weight_bytes,
-                shard_bytes=chunk.weight_bytes // self.shards,
-                resident=chunk.resident,
-                weight_on_device=chunk.weight_home == "device",
-                state_on_device=chunk.state_home == "device",
-                trainable=chunk.trainable,
-                gradient=chunk.reduce_order is not None,
-                stepped=chunk.has_parameters_on(rank % self.shards, self.shards),
-                turned_bytes=self.turned_bytes(chunk),
-                exchanged_bytes=exchanged_bytes(
-                    chunk.matrices,
-                    [slot.offset for slot in chunk.parameters],
-                    chunk.numel // self.shards,
-                    self.shards,
-                    rank % self.shards,
-                ),
-                file_bytes=chunk.file_bytes(rank % self.shards, self.shards),
-            )
-            for chunk in self.chunks
+        return tuple(self._route(chunk, rank % self.shards) for chunk in self.chunks)
+
+    def _route(self, chunk: ChunkPlan, place: int) -> ChunkRoute:
+        """The route of a chunk's bytes on the rank with this place in its replica."""
+        offsets, shard_numel = [slot.offset for slot in chunk.parameters], chunk.numel // self.shards
+        return ChunkRoute(
+            weight_bytes=chunk.weight_bytes,
+            shard_bytes=chunk.weight_bytes // self.shards,
+            resident=chunk.resident,
+            weight_on_device=chunk.weight_home == "device",
+            state_on_device=chunk.state_home == "device",
+            trainable=chunk.trainable,
+            gradient=chunk.reduce_order is not None,
+            stepped=chunk.has_parameters_on(place, self.shards),
+            turned_bytes=self.turned_bytes(chunk),
+            exchanged_bytes=exchanged_bytes(chunk.matrices, offsets, shard_numel, self.shards, place),
+            file_bytes=chunk.file_bytes(place, self.shards),
         )
 
     def prediction_for(self, micro_batches: int) -> Prediction:
@@ -411,7 +407,7 @@ class Plan(Artifact):
         return digest(self.to_dict())
 
     def check(self, model_fingerprint: str, world_size: int) -> None:
-        """Makes sure that the plan was made for this model (`elixir.models.model_fingerprint.fingerprint`) and world
+        """Makes sure that the plan was made for this model (`elixir.models.model_tensors.fingerprint`) and world
         size.
 
         Raises:

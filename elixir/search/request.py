@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from elixir.errors import GONE, InputError, InputTypeError, unknown_name
 from elixir.hardware.promises import Memory
 from elixir.optimizer_states import state_size
-from elixir.plan.chunk_plan import FrozenHome
+from elixir.plan.chunk_plan import FrozenHome, check_replicas, divisions
 from elixir.plan.plan import HasPlan, Plan, plan_of
-from elixir.plan.replicas import check_replicas, divisions
 from elixir.units import parse_bytes
 
 HomeChoice = Literal["auto", "cuda", "cpu"]

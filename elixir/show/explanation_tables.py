@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elixir.search.whatif.explanation import NEGLIGIBLE_SHARE, ChunkReasons, Difference, Explanation, Spot
 from elixir.show.style import RESOURCE_LABELS
 from elixir.show.tables import list_table
-from elixir.units import format_bytes, format_seconds
+from elixir.units import format_bytes, format_seconds, number_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,10 +56,6 @@ def kinds(explanation: Explanation) -> list[AlikeChunks]:
 
 
 def _alike(spot: Spot, members: Sequence[ChunkReasons], explanation: Explanation) -> AlikeChunks:
-    numbers = [
-        [chunk for _, chunk in run]
-        for _, run in groupby(enumerate(member.chunk for member in members), key=lambda pair: pair[1] - pair[0])
-    ]
     changes: dict[Spot, list[Difference]] = {}
     for member in members:
         for other in member.elsewhere:
@@ -67,7 +63,7 @@ def _alike(spot: Spot, members: Sequence[ChunkReasons], explanation: Explanation
     elsewhere, verdict = _best(changes, NEGLIGIBLE_SHARE * explanation.step_s)
     there = [change.change_s for change in changes.get(elsewhere, ())] if elsewhere else [0.0]
     return AlikeChunks(
-        runs=tuple((run[0], run[-1]) for run in numbers),
+        runs=tuple(number_ranges(member.chunk for member in members)),
         parameters=" to ".join(dict.fromkeys((members[0].first_parameter, members[-1].last_parameter))),
         weight_bytes=sum(member.weight_bytes for member in members),
         spot=spot,

@@ -38,6 +38,8 @@ _PART_COLOURS = (
 """Colour of a part by the first of these words in its name: the colours of the memory curve, where both know it."""
 
 _LEGEND_COLUMNS = 3
+_BAR_IN, _MAP_IN, _STRIP_IN = 0.26, 0.78, 0.16
+"""Heights of the bar of a budget, of the map of chunks and of the strip of units, in inches."""
 
 
 def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -59,25 +61,25 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
         parts = {"optimizer_states": predicted.disk_peak_bytes}
         bars.append(("disk", parts, predicted.disk_peak_bytes, plan.disk_budget_bytes))
     # Laid out from the top in inches, because legends of one and of three lines need different room.
-    heights, bar_in, map_in = [], 0.26, 0.78
+    heights = []
     for _, parts, _, _ in bars:
         lines = -(-sum(size > 0 for size in parts.values()) // _LEGEND_COLUMNS)
-        heights.append(bar_in + 0.46 + 0.155 * lines)
+        heights.append(_BAR_IN + 0.46 + 0.155 * lines)
     ways = list(dict.fromkeys(map(way_of, plan.activations)))
     strip_in = 0.5 + 0.155 * len(ways) if ways else 0.0
-    height = 0.3 + sum(heights) + 0.12 + map_in + 0.55 + strip_in
+    height = 0.3 + sum(heights) + 0.12 + _MAP_IN + 0.55 + strip_in
     figure = style.new_figure(height)
     top = height - 0.3
     for (label, parts, peak_bytes, budget_bytes), used_in in zip(bars, heights, strict=True):
-        axes = figure.add_axes((0.13, (top - bar_in) / height, 0.85, bar_in / height))
-        _draw_budget(axes, label, parts, peak_bytes, budget_bytes, below=0.2 / bar_in)
+        axes = figure.add_axes((0.13, (top - _BAR_IN) / height, 0.85, _BAR_IN / height))
+        _draw_budget(axes, label, parts, peak_bytes, budget_bytes)
         top -= used_in
     top -= 0.12
-    axes = figure.add_axes((0.13, (top - map_in) / height, 0.85, map_in / height))
-    _draw_chunks(axes, plan, below=0.36 / map_in)
+    axes = figure.add_axes((0.13, (top - _MAP_IN) / height, 0.85, _MAP_IN / height))
+    _draw_chunks(axes, plan)
     if ways:
-        strip = figure.add_axes((0.13, (strip_in - 0.2) / height, 0.85, 0.16 / height))
-        _draw_units(strip, plan, ways, below=0.06 / 0.16)
+        strip = figure.add_axes((0.13, (strip_in - 0.2) / height, 0.85, _STRIP_IN / height))
+        _draw_units(strip, plan, ways)
     ranks = f"{plan.world_size} x " if plan.world_size > 1 else ""
     figure.axes[0].set_title(
         f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **style.title_style()
@@ -91,9 +93,7 @@ def order_of_use(plan: Plan) -> list[int]:
     return [*used, *(index for index in range(len(plan.chunks)) if index not in used)]
 
 
-def _draw_budget(
-    axes: Axes, label: str, parts: dict[str, int], peak_bytes: int, budget_bytes: int, *, below: float
-) -> None:
+def _draw_budget(axes: Axes, label: str, parts: dict[str, int], peak_bytes: int, budget_bytes: int) -> None:
     """One bar, filled by what holds the memory at its peak, with a line at the budget."""
     left, handles = 0.0, []
     colours = _colours(parts)
@@ -107,7 +107,7 @@ def _draw_budget(
     _frame(axes, max(budget, peak_bytes / GIB) * 1.005, (-0.5, 0.5), {0.0: f"{label}\n(GiB)"})
     _corner(axes, f"{style.gib(peak_bytes / GIB)} of {style.gib(budget)} GiB")
     if handles:
-        style.legend(axes, handles, columns=_LEGEND_COLUMNS, below=below)
+        style.legend(axes, handles, columns=_LEGEND_COLUMNS, below=0.2 / _BAR_IN)
 
 
 def _colours(parts: dict[str, int]) -> dict[str, str]:
@@ -120,7 +120,7 @@ def _colours(parts: dict[str, int]) -> dict[str, str]:
     return colours
 
 
-def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
+def _draw_chunks(axes: Axes, plan: Plan) -> None:
     """Two lanes of cells: homes of weights above, of gradients and states below; a dark cap marks the resident."""
     chunks = [plan.chunks[index] for index in order_of_use(plan)]
     # Between neighbours of a pixel or two, white gaps would wash the colours out.
@@ -150,10 +150,10 @@ def _draw_chunks(axes: Axes, plan: Plan, *, below: float) -> None:
         handles.append(style.swatch(style.DARK, "resident all step"))
     if not all(chunk.trainable for chunk in chunks):
         handles.append(style.swatch(style.PALE, "frozen: no states"))
-    style.legend(axes, handles, columns=4, below=below)
+    style.legend(axes, handles, columns=4, below=0.36 / _MAP_IN)
 
 
-def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations], *, below: float) -> None:
+def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations]) -> None:
     """A cell for each unit whose activations the plan decides on, in order; its colour says what it keeps."""
     colours = (style.PALE, style.ORANGE, style.SKY, style.GREEN, style.PURPLE, style.RED, style.GREY)
     colour_of = {way: colours[number % len(colours)] for number, way in enumerate(ways)}
@@ -165,7 +165,7 @@ def _draw_units(axes: Axes, plan: Plan, ways: Sequence[UnitActivations], *, belo
         style.swatch(colour, f"keep {kept_text(way)}" + (f", {result_names(way.swap)} on the host" if way.swap else ""))
         for way, colour in colour_of.items()
     ]
-    style.legend(axes, handles, columns=1, below=below)
+    style.legend(axes, handles, columns=1, below=0.06 / _STRIP_IN)
 
 
 def _frame(axes: Axes, width: float, height: tuple[float, float], labels: dict[float, str]) -> None:

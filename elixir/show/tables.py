@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from elixir.plan.activations import kept_text, result_names, way_of
 from elixir.plan.chunk_plan import ChunkPlan, Weight, numel_text, packed_text
-from elixir.plan.peak_holders import peak_holders
 from elixir.plan.plan import Plan
 from elixir.show.style import RESOURCE_LABELS, part_label
-from elixir.step_trace import Direction, StepTrace
+from elixir.step_trace import Direction, StepTrace, peak_holders
 from elixir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from torch import nn
 
 from elixir.access.interception import TrackedParameter
 from elixir.errors import InputError, InputTypeError, TraceError
-from elixir.models.buffer_place import buffer_places
-from elixir.models.casting import cast_dtype, casts_buffers
+from elixir.models.model_tensors import buffer_places, cast_dtype, casts_buffers
 from elixir.models.plannable import refuse_unplannable
 from elixir.models.step import with_tensors
 from elixir.torch_private import swap_tensors

@@ -24,12 +24,11 @@ from elixir.errors import ElixirError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
-from elixir.models.inner_tensors import unwrapped_subclasses
 from elixir.models.layer_units import layer_units
-from elixir.models.model_fingerprint import fingerprint
-from elixir.models.module_state import ModuleState
-from elixir.models.settings import COMPUTATION, FILTERS, GENERATORS, restored
+from elixir.models.model_tensors import ModuleState, fingerprint
+from elixir.models.quantised import unwrapped_subclasses
 from elixir.models.step import check_step
+from elixir.models.user_code import COMPUTATION, FILTERS, GENERATORS, restored
 from elixir.step_trace import StepShape, StepTrace, Unit
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for

@@ -20,9 +20,8 @@ from elixir.errors import InputError, InputTypeError, few
 from elixir.files import PathLike
 from elixir.hardware import promises
 from elixir.kernels.model.fused_kernels import FusedKernels
-from elixir.models.casting import casts_buffers
-from elixir.models.inner_tensors import flat
-from elixir.models.quantised import ready_to_move
+from elixir.models.model_tensors import casts_buffers
+from elixir.models.quantised import flat, ready_to_move
 from elixir.models.together import Together
 from elixir.plan.plan import HasPlan, Plan, same_packing
 from elixir.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten

@@ -15,8 +15,8 @@ from elixir.chunk.chunk import Chunk
 from elixir.chunk.memory import written
 from elixir.errors import InputError
 from elixir.memory_order import Order
-from elixir.models.buffer_place import buffer_places
-from elixir.models.inner_tensors import first_inside
+from elixir.models.model_tensors import buffer_places
+from elixir.models.quantised import first_inside
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of

@@ -16,7 +16,7 @@ from transformers.models.opt import modeling_opt  # noqa: F401
 
 import elixir.tracer  # noqa: F401  the same
 from elixir.access.whole import holds_others
-from elixir.models.inner_tensors import flat
+from elixir.models.quantised import flat
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search, simple_search

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.models.inner_tensors import flat
+from elixir.models.quantised import flat
 from elixir.models.step import default_input
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from elixir.errors import Lever, PlanError, how_far, readable_bytes
-from elixir.plan.peak_holders import holders_text
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, more_machine
@@ -18,7 +17,7 @@ from elixir.search.problem.placement import Spill
 from elixir.search.propose.shortage import lacks_room, live_bytes, room
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import Question
-from elixir.step_trace import StepTrace
+from elixir.step_trace import StepTrace, holders_text
 from elixir.units import LARGEST_BYTES, format_bytes
 
 MOST_HOLDERS = 3

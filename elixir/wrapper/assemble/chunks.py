@@ -18,8 +18,7 @@ from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import ArtifactError, InputError, few
 from elixir.hardware.memory import total_host_bytes
 from elixir.hardware.profile import other_device
-from elixir.models.buffer_place import buffer_places
-from elixir.models.model_fingerprint import fingerprint
+from elixir.models.model_tensors import buffer_places, fingerprint
 from elixir.models.plannable import refuse_compiled, refuse_unplannable
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import HasPlan, Plan, plan_of

@@ -14,8 +14,8 @@ from elixir.chunk.group import Group
 from elixir.errors import InputError, few
 from elixir.extents.weight_files import FilePart, FileShard, WeightFiles
 from elixir.files import FILES, Files
+from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import Plan
-from elixir.plan.weight_file import WeightFile
 from elixir.units import dtype_name
 from elixir.wrapper.assemble.weight_source import Weights, paths_of, weight_names
 

@@ -12,7 +12,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk, Slot, become_real
 from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, RankError
 from elixir.extents.weight_files import FileShard
-from elixir.models.buffer_place import BufferPlace, buffer_places
+from elixir.models.model_tensors import BufferPlace, buffer_places
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.whole_weights import has_wide_masters, precisely

@@ -14,7 +14,7 @@ from torch import nn
 
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import Lanes
-from elixir.models.buffer_place import BufferPlace, buffer_places
+from elixir.models.model_tensors import BufferPlace, buffer_places
 from elixir.torch_private import has_internal_overlap, version_counter_kept
 from elixir.wrapper.assemble.agreement import refuse_different
 from elixir.wrapper.assemble.weight_source import kind_of

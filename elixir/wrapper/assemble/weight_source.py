@@ -19,9 +19,8 @@ from elixir.access.whole import holds_others
 from elixir.checkpoint_format.index import INDEX_NAME
 from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
 from elixir.errors import InputError, InputTypeError, few
-from elixir.models.buffer_place import buffer_places
-from elixir.models.inner_tensors import InnerTensor, flat
-from elixir.models.quantised import by_companions, is_packed, refuse_other_form
+from elixir.models.model_tensors import buffer_places
+from elixir.models.quantised import InnerTensor, by_companions, flat, is_packed, refuse_other_form
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.units import dtype_name
 from elixir.wrapper.assemble.own_initialisation import OwnInitialisation

@@ -29,7 +29,7 @@ from elixir.access.compiled_units import is_compiled
 from elixir.access.interrupts import raise_waiting
 from elixir.access.own_checkpoint import without_checkpoint
 from elixir.errors import InputError
-from elixir.models.module_state import ModuleState
+from elixir.models.model_tensors import ModuleState
 from elixir.plan.activations import keeps_state
 from elixir.torch_private import seeing_backwards
 from elixir.wrapper.engine import Engine

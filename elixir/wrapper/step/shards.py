@@ -11,7 +11,7 @@ import torch
 from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
-from elixir.models.inner_tensors import flat
+from elixir.models.quantised import flat
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import Left, Shard
 from elixir.wrapper.step.user_optimizer import UserOptimizer

@@ -13,7 +13,7 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.process_memory import give_back_freed
-from elixir.models.inner_tensors import first_inside
+from elixir.models.quantised import first_inside
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import Shard

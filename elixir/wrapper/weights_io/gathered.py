@@ -10,7 +10,7 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.errors import InputError
-from elixir.models.inner_tensors import flat
+from elixir.models.quantised import flat
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.whole_weights import whole
 

@@ -19,7 +19,7 @@ from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.pages import separate_copy
 from elixir.errors import InputError
 from elixir.hardware.process_memory import give_back_freed
-from elixir.models.casting import cast_dtype
+from elixir.models.model_tensors import cast_dtype
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.whole_weights import whole

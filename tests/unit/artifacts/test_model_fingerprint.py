@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.models.model_fingerprint import fingerprint
+from elixir.models.model_tensors import fingerprint
 from tests.common.tiny_models import FAMILIES, tiny
 
 

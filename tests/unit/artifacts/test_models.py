@@ -17,10 +17,9 @@ from elixir.errors import InputError, InputTypeError
 from elixir.models.adapters import adapted
 from elixir.models.layer_units import check_compile, layers_compiled
 from elixir.models.loading import build
-from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe, model_names
-from elixir.models.samples import planning_batch
-from elixir.models.step import default_input, default_step, refused_overflow
+from elixir.models.model_tensors import fingerprint
+from elixir.models.step import default_input, default_step, planning_batch, refused_overflow
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
 # Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
@@ -227,7 +226,7 @@ def test_process_stays_lean_and_works_without_transformers() -> None:
 import sys
 from elixir.errors import InputError
 from elixir.models.loading import build
-from elixir.models.model_fingerprint import fingerprint
+from elixir.models.model_tensors import fingerprint
 from elixir.models.model_shape import describe, model_names
 assert len(model_names()) > 20 and describe("opt-175b").parameters > 174e9
 assert "transformers" not in sys.modules

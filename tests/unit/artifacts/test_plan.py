@@ -17,13 +17,13 @@ from elixir.plan.chunk_plan import (
     ChunkUse,
     ParamSlot,
     Weight,
+    WeightFile,
     alignment_bytes,
     numel_text,
     packed_text,
 )
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
-from elixir.plan.weight_file import WeightFile
 from elixir.schedule import Schedule
 from elixir.step_trace import INPUT, SAVED, Form, Result, StepShape, Unit, UnitActivations
 from tests.common.samples import make_plan

@@ -12,7 +12,7 @@ import torch
 
 import elixir
 from elixir.errors import InputError, InputTypeError, PlanError
-from elixir.plan.replicas import divisions
+from elixir.plan.chunk_plan import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.from_plan import packed_step_of

@@ -16,8 +16,8 @@ from elixir.cli import main
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.models.loading import build
-from elixir.models.model_fingerprint import fingerprint
 from elixir.models.model_shape import describe
+from elixir.models.model_tensors import fingerprint
 from elixir.models.step import default_step, input_to_trace
 from elixir.search.problem.coarse_trace import joined_trace
 from elixir.search.question import StepQuestion

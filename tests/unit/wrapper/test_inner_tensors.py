@@ -15,7 +15,7 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware import promises
 from elixir.hardware.profile import preset
-from elixir.models.inner_tensors import unwrap_subclasses
+from elixir.models.quantised import unwrap_subclasses
 from elixir.torch_private import tree_map
 from elixir.tracer.trace import trace_step
 from tests.common import gpu

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.errors import InputError
-from elixir.models.model_fingerprint import fingerprint
+from elixir.models.model_tensors import fingerprint
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.one_pass import (
     Stack,

@@ -14,8 +14,8 @@ from benchmark.observe import observe_step
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
-from elixir.models.buffer_place import buffer_places
-from elixir.models.inner_tensors import flat
+from elixir.models.model_tensors import buffer_places
+from elixir.models.quantised import flat
 from elixir.tracer.trace import trace_step
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan
