@@ -1,4 +1,4 @@
-"""Tests that recorded changes, errors and costs name are there."""
+"""Tests that recorded changes, errors, costs and the Makefile name are there."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def test_named_tests_are_there() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     there = {f"{path}::{test}" for path, text in files.items() for test in re.findall(r"^def (test_\w+)", text, re.M)}
     assert sorted(named - there) == []
+
+
+def test_files_that_the_makefile_runs_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    named = [
+        start + name + end
+        for start, end, names in re.findall(r"\$\(patsubst %,(tests/\S*)%(\S*), *([^)]*)\)", makefile)
+        for name in names.split()
+    ]
+    assert len(named) > 20
+    assert not [path for path in named if not (ROOT / path).exists()]
