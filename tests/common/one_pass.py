@@ -204,3 +204,31 @@ def vectors(count: int, steps: int = 2, width: int = 8) -> Steps:
     """Micro-batches for `Stack`."""
     generator = torch.Generator().manual_seed(2)
     return [[{"x": torch.randn(4, width, generator=generator)} for _ in range(count)] for _ in range(steps)]
+
+
+def seeded(build: Make) -> Make:
+    """`build` with the same weights each time."""
+
+    def make() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build().train()
+
+    return make
+
+
+class Layer(nn.Module):
+    """A layer that may read more than its input."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        for each in more:
+            x = x * each + each.sin()
+        return torch.tanh(self.linear(x)) + x
+
+
+def three() -> list[nn.Module]:
+    return [Layer() for _ in range(3)]

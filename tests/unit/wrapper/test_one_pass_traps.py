@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +16,7 @@ from elixir.errors import InputError
 from elixir.models.model_tensors import fingerprint
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.one_pass import (
+    Layer,
     Stack,
     batches,
     family,
@@ -24,20 +24,11 @@ from tests.common.one_pass import (
     in_passes,
     plainly,
     plan_for,
+    seeded,
     square_loss,
+    three,
     vectors,
 )
-
-
-def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """`build` with the same weights each time."""
-
-    def make() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return build().train()
-
-    return make
 
 
 def check(
@@ -47,23 +38,6 @@ def check(
     steps = steps or vectors(count)
     plan = plan_for(make(), steps[0][0], loss, accumulation=count, **options)
     assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
-
-
-class Layer(nn.Module):
-    """A layer that may read more than its input."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        for each in more:
-            x = x * each + each.sin()
-        return torch.tanh(self.linear(x)) + x
-
-
-def three() -> list[nn.Module]:
-    return [Layer() for _ in range(3)]
 
 
 def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
@@ -595,60 +569,3 @@ def test_no_layers_that_run_again_is_refused() -> None:
     model.gradient_checkpointing_disable()
     with pytest.raises(InputError, match="turn on activation checkpointing"):
         plan_for(model, batches("llama", 1)[0][0], hf_loss, accumulation=2)
-
-
-class Reentrant(Stack):
-    """The model's own checkpoint around each layer: what it runs in backward is no turn of a pass."""
-
-    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if not self.checkpoints:
-            return super().run(layer, x)
-        found: torch.Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
-        return found
-
-    checkpoints = False
-
-
-def test_layers_that_run_again_inside_of_backward_are_refused() -> None:
-    steps, make = vectors(2, steps=1), seeded(lambda: Reentrant([Layer(), Layer()]))
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-
-    def checkpointed() -> nn.Module:
-        model = make()
-        model.checkpoints = True  # type: ignore[assignment]
-        return model
-
-    with pytest.raises(InputError, match="runs again in backward inside of a pass, as under a reentrant checkpoint"):
-        in_passes(checkpointed, steps, plan, square_loss)
-
-
-def in_step(step_fn: Callable[[ElixirModule, ElixirOptimizer, dict[str, Any]], Any]) -> list[Any]:
-    """One pass of two micro-batches through a small stack."""
-    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    module = ElixirModule(make(), plan, device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
-    return optimizer.accumulate(lambda model, batch: step_fn(model, optimizer, batch), steps[0])
-
-
-def test_a_backward_after_the_pass_is_refused() -> None:
-    losses = in_step(lambda model, optimizer, batch: square_loss(model, batch))
-    with pytest.raises(InputError, match=r"a backward after accumulate\(\) goes through layers"):
-        sum(losses).backward()
-
-
-@pytest.mark.parametrize(
-    ("meddle", "message"),
-    [
-        (lambda model, optimizer: model.gathered(model.module.last).__enter__(), r"gathered\(\) inside of accumulate"),
-        (lambda model, optimizer: optimizer.accumulate(square_loss, []), r"accumulate\(\) inside of accumulate"),
-        (lambda model, optimizer: model.eval(), r"train\(\) or eval\(\) was called on the layer layers.2"),
-    ],
-)
-def test_calls_that_a_pass_cannot_bear_are_refused(meddle: Any, message: str) -> None:
-    def step(model: ElixirModule, optimizer: ElixirOptimizer, batch: dict[str, Any]) -> None:
-        optimizer.backward(square_loss(model, batch))
-        meddle(model, optimizer)
-
-    with pytest.raises(InputError, match=message):
-        in_step(step)
