@@ -112,8 +112,9 @@ def tightness(seed: int, placements: int = PLACEMENTS) -> tuple[list[float], Cou
     return found, seen
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 277])
 def test_no_floor_is_above_its_simulation(seed: int) -> None:
+    """The last one has no overlap: a gradient begins before the one before it has left its block."""
     assert max(tightness(seed)[0]) <= 1 + 1e-12
 
 
