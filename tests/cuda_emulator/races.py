@@ -146,7 +146,7 @@ class Races:
                 self.touched = [*kept, Access(start, end, actor, time, writing, what)]
 
 
-class _Signal(threading.Event):
+class Signal(threading.Event):
     """An event of the host's threads that passes their clocks on."""
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _Thread(threading.Thread):
 
 
 class _Threading:
-    Event, Thread = _Signal, _Thread
+    Event, Thread = Signal, _Thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)

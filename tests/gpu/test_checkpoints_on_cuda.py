@@ -23,7 +23,7 @@ from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import MODES, Case, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
 from tests.cuda_emulator import install
-from tests.cuda_emulator.races import HostAccesses, Races, watching
+from tests.cuda_emulator.races import HostAccesses, Races, Signal, watching
 
 pytestmark = needs_gpu
 
@@ -123,7 +123,7 @@ class _Thread(threading.Thread):
 
 
 class _Threading:
-    Condition, Thread = _Condition, _Thread
+    Condition, Event, Thread = _Condition, Signal, _Thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
@@ -137,8 +137,9 @@ class _Hook:
         return chunk.__dict__.get("_hook")
 
     def __set__(self, chunk: Any, hook: Any) -> None:
-        chunk.__dict__["_hook"] = hook
+        # Whoever finds the hook gone must find this noted.
         install().note("release", id(self), [], [], "")
+        chunk.__dict__["_hook"] = hook
 
 
 def watched_saves(monkeypatch: pytest.MonkeyPatch, it: Case, plan: Plan, pool_bytes: int | None, folder: Path) -> Races:
