@@ -137,7 +137,7 @@ class _Hook:
         return chunk.__dict__.get("_hook")
 
     def __set__(self, chunk: Any, hook: Any) -> None:
-        # Whoever finds the hook gone must find this noted.
+        # A thread that finds the hook gone has to find this in the log.
         install().note("release", id(self), [], [], "")
         chunk.__dict__["_hook"] = hook
 
