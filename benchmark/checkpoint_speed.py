@@ -46,7 +46,7 @@ from benchmark.emulated_runs import run_apart
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint.saving import SaveOptions, Saves, Saving
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
+from elixir.checkpoint_format.slices import SPAN_BYTES
 from elixir.files import Files
 from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe

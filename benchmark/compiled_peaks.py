@@ -23,7 +23,7 @@ import torch
 from benchmark.common import Row, append_rows, conditions, print_table
 from benchmark.cpu_peaks import build_case, innermost, percent, predict, seeded_step, shape_of
 from benchmark.observe import observe_step
-from elixir.access.recomputation import recomputing
+from elixir.access.activations import recomputing
 from elixir.cli.trial import quiet_profiler
 from elixir.models.layer_units import layers_compiled, repeated_layers
 from elixir.step_trace import StepShape, UnitActivations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers, to which the com
     from elixir.checkpoint import load_checkpoint as load_checkpoint
     from elixir.checkpoint import save_checkpoint as save_checkpoint
     from elixir.checkpoint_format.export import export_hf as export_hf
-    from elixir.checkpoint_format.saved_checkpoint import open_checkpoint as open_checkpoint
+    from elixir.checkpoint_format.slice_reader import open_checkpoint as open_checkpoint
     from elixir.errors import ArtifactError as ArtifactError
     from elixir.errors import ElixirError as ElixirError
     from elixir.errors import InputError as InputError
@@ -48,7 +48,7 @@ _NAMES = {
     "elixir.api": "wrap",
     "elixir.checkpoint": "Checkpoints Loaded PerRank Saving load_checkpoint save_checkpoint",
     "elixir.checkpoint_format.export": "export_hf",
-    "elixir.checkpoint_format.saved_checkpoint": "open_checkpoint",
+    "elixir.checkpoint_format.slice_reader": "open_checkpoint",
     "elixir.errors": "ArtifactError ElixirError InputError InputTypeError PlanError StateError TraceError",
     "elixir.hardware.profile": "HardwareProfile",
     "elixir.kernels": "HybridAdam",

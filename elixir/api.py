@@ -45,9 +45,8 @@ from elixir.wrapper.assemble.chunks import agree_on_plan, compute_device
 from elixir.wrapper.assemble.frozen_weights import safetensors_in, weight_records
 from elixir.wrapper.assemble.weight_source import check_weights
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.given_optimizers import check_given, families_of
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.optimizer import stepper_of
+from elixir.wrapper.optimizer import check_given, families_of, stepper_of
 from elixir.wrapper.run_options import folders_of
 from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
 

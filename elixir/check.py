@@ -31,7 +31,7 @@ from elixir.tracer.user_objects import user_objects_restored
 from elixir.tracer.values.unknown_number import raised_in
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.engine import engine_of
-from elixir.wrapper.given_optimizers import check_given, families_of
+from elixir.wrapper.optimizer import check_given, families_of
 from elixir.wrapper.step.user_optimizer import check_optimizer
 
 STEPS = 2

@@ -269,7 +269,7 @@ def hardware_with_disk() -> Any:
 
 def with_moved_activations(model: nn.Module, inp: dict[str, torch.Tensor], step: Callable[..., None]) -> Any:
     """The trace of a step whose layers keep on the host, in turns, all that they saved and what they were called with."""
-    from elixir.access import swapping
+    from elixir.access import activations as swapping
     from elixir.hardware import preset
     from elixir.step_trace import INPUT, SAVED, Result, StepShape, UnitActivations
     from elixir.tracer.trace import trace_step

@@ -17,7 +17,7 @@ from torch import nn
 from elixir.models.loading import build
 from elixir.models.model_shape import ModelShape, describe
 from elixir.models.step import default_input
-from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
+from elixir.wrapper.assemble.weight_source import OwnInitialisation
 
 INITIAL_STD = 0.02
 """Vocabulary sizes of GPT-2 and OPT (Radford et al. 2019; Zhang et al. 2022)."""

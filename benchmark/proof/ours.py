@@ -17,8 +17,7 @@ from benchmark.proof.models import micro_batches, on_meta, random_weights
 from benchmark.proof.place import Place
 from elixir.errors import PlanError
 from elixir.hardware.profile import HardwareProfile
-from elixir.kernels.adam.native import absent_kernels
-from elixir.kernels.adam.step import COPIED
+from elixir.kernels.adam.step import COPIED, absent_kernels
 from elixir.models.layer_units import layers_compiled
 from elixir.models.step import default_step
 from elixir.plan.plan import Plan

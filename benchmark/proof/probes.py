@@ -25,7 +25,7 @@ import torch
 
 from benchmark.proof.jobs import NotRun, Row
 from benchmark.proof.place import Place
-from elixir.chunk.pages import host_zeros, pinned_zeros
+from elixir.chunk.memory import host_zeros, pinned_zeros
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.moments import Moments
 from elixir.kernels.adam.step import adam_step

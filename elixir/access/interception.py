@@ -33,24 +33,37 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from elixir.access.access_listener import AccessListener, Pins
-from elixir.access.autograd import hooks_over, innermost_saved_tensors_hooks, listener_of
-from elixir.access.compiled_units import is_compiled
-from elixir.access.counted_parameter import DATA, GRADIENT, plain_copy
-from elixir.access.differentiate import differentiate
-from elixir.access.fast_path import HAVE_FAST_PATHS, FastPath
-from elixir.access.functions import (
+from elixir.access.access_listener import (
     REPLACES_MEMORY,
+    AccessListener,
+    Pins,
     name_of,
     operator_reads_only_metadata,
     reads_only_metadata,
     written_arguments,
 )
+from elixir.access.autograd import differentiate, hooks_over, innermost_saved_tensors_hooks, listener_of
+from elixir.access.compiled_units import is_compiled
+from elixir.access.counted_parameter import DATA, GRADIENT, plain_copy
 from elixir.access.interrupts import run_user_code
-from elixir.access.module_call import ModuleCall, OrdinaryWeights
-from elixir.access.own_checkpoint import OwnCheckpoint, checkpoint_function
-from elixir.access.placeholders import is_absent, remarked, same_memory, unmarked, watch
-from elixir.access.storage_listeners import is_listened_to, listen, listener_to
+from elixir.access.module_call import (
+    HAVE_FAST_PATHS,
+    FastPath,
+    ModuleCall,
+    OrdinaryWeights,
+    OwnCheckpoint,
+    checkpoint_function,
+)
+from elixir.access.placeholders import (
+    is_absent,
+    is_listened_to,
+    listen,
+    listener_to,
+    remarked,
+    same_memory,
+    unmarked,
+    watch,
+)
 from elixir.access.whole import Whole
 from elixir.errors import InputError
 from elixir.torch_private import (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
 
+from elixir.access.access_listener import AccessListener
 from elixir.access.compiled_units import RecomputedCall
 from elixir.access.placeholders import unmarked
+from elixir.torch_private import DisableTorchFunctionSubclass
 
 CALL = "_compiled_call_impl"
 """The attribute of `nn.Module` that is called instead of the module itself, unless it is None; copies do not get it."""
@@ -91,3 +95,122 @@ class OrdinaryWeights:
         inside.__exit__(None, None, None)
         for parameter, _, tracked in self._classes:
             parameter.__class__ = tracked
+
+
+# --- own checkpoint --------------------------------------------------------------------------------------------------
+# Layers that put a checkpoint around their own forward, as those of transformers do.
+
+
+FUNCTION = "_gradient_checkpointing_func"
+"""The attribute in which a module of transformers keeps the function that checkpoints."""
+
+
+def checkpoint_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The function with which a module of transformers checkpoints; None for other modules."""
+    return vars(module).get(FUNCTION)
+
+
+def unentered_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The `checkpoint_function` of a module without the entry that an `OwnCheckpoint` put around it."""
+    function = checkpoint_function(module)
+    entry = getattr(function, "__self__", None)
+    return entry.original if isinstance(entry, OwnCheckpoint) else function
+
+
+class OwnCheckpoint:
+    """Enters a module inside of the checkpoint that it puts around its own forward, until `remove`.
+
+    Such a checkpoint begins inside of the module's call. Its backward runs only the forward again, not the call, whose
+    saved-tensor hooks lie outside of the checkpoint's.
+
+    Args:
+        module: has a `checkpoint_function`.
+        run: as of `elixir.access.module_call.ModuleCall`.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
+        self.original: Any = checkpoint_function(module)
+        vars(module)[FUNCTION] = self._checkpoint
+
+    def remove(self) -> None:
+        """Gives the module its function back, unless it was given another one."""
+        if vars(self._module).get(FUNCTION) == self._checkpoint:
+            vars(self._module)[FUNCTION] = self.original
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A module may also checkpoint calls of others, whose hooks run.
+        if isinstance(function, partial) and function.args and function.args[0] is self._module:
+            function = partial(self._run, self._module, function)
+        return self.original(function, *args, **kwargs)
+
+
+@contextmanager
+def without_checkpoint(module: nn.Module) -> Iterator[None]:
+    """Calls what a module of transformers would checkpoint as it is, meanwhile; other modules are left alone."""
+    function = checkpoint_function(module)
+    if function is None:
+        yield
+        return
+    entry = getattr(function, "__self__", None)
+    owner, name = (vars(entry), "original") if isinstance(entry, OwnCheckpoint) else (vars(module), FUNCTION)
+    before, owner[name] = owner[name], _as_it_is
+    try:
+        yield
+    finally:
+        owner[name] = before
+
+
+def _as_it_is(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# --- fast path -------------------------------------------------------------------------------------------------------
+# `FastPath`: lets modules take PyTorch's fast paths of attention in evaluation.
+#
+# `nn.TransformerEncoderLayer`, `nn.TransformerEncoder` and `nn.MultiheadAttention` compute a layer in one operator,
+# which rounds differently, if no gradient is wanted, no weight has a torch function and no module inside has a hook.
+# Tracked weights would prevent it, yet need not announce themselves: the operator meets marked placeholders.
+
+
+HAVE_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class FastPath:
+    """Replaces the forward of a module that has a fast path, until `remove`.
+
+    Args:
+        module: one of `HAVE_FAST_PATHS`.
+        listener: knows whether all weights of a layer fit at once.
+    """
+
+    def __init__(self, module: nn.Module, listener: AccessListener) -> None:
+        self._module, self._listener = module, listener
+        self._own = vars(module).get("forward")
+        self._forward: Callable[..., Any] = module.forward
+        self._attached = True
+        update_wrapper(self, self._forward)  # code may inspect its signature
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        evaluates = self._attached and not (self._module.training or torch.is_grad_enabled())
+        if not (evaluates and self._may_be_taken(args, kwargs)):
+            return self._forward(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            return self._forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restores the module's forward, unless another replacement wraps this one and still calls it."""
+        self._attached = False
+        if vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._own is not None:
+                self._module.forward = self._own
+
+    def _may_be_taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = tuple(item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor))
+        if torch.overrides.has_torch_function(given):
+            return False
+        whole = isinstance(self._module, nn.TransformerEncoder)
+        layers = self._module.layers if whole else [self._module]
+        return all(self._listener.has_room_for(list(layer.parameters())) for layer in layers)  # type: ignore[union-attr]

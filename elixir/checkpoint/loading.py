@@ -18,8 +18,8 @@ from elixir.checkpoint.shared_folder import known_indexes, newest_of_all
 from elixir.checkpoint.user_state import UserState, check_tensor, restore, restore_rng
 from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, Index
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, SavedTensor
+from elixir.checkpoint_format.slice_reader import SavedCheckpoint
+from elixir.checkpoint_format.slices import SPAN_BYTES, SavedTensor
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -21,10 +21,8 @@ from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder
 from elixir.checkpoint.snapshot import ALIGNMENT_BYTES, ChunkReader, Snapshot, SnapshotPool, key_of
 from elixir.checkpoint.user_state import UserState, encoded, rng_state
 from elixir.checkpoint_format.folders import new_id, rank_file, shard_file, shared_file
-from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND
-from elixir.checkpoint_format.slices import Slice, SliceWriter, WrittenFile, slice_header
-from elixir.checkpoint_format.values import encode
+from elixir.checkpoint_format.index import NO_STATES, Index, SavedGroup, encode, merge_tensors
+from elixir.checkpoint_format.slices import CHECKSUM_KIND, Slice, SliceWriter, WrittenFile, slice_header
 from elixir.chunk.group import Group
 from elixir.errors import (
     CheckpointCorrupt,

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of, span_count
-from elixir.checkpoint_format.slices import Slice
+from elixir.checkpoint_format.slices import SPAN_BYTES, Slice, memory_of, span_count
 from elixir.chunk.host_buffers import BufferKind, HostBuffers
-from elixir.chunk.memory import Memory
-from elixir.chunk.pages import pinned_zeros
+from elixir.chunk.memory import Memory, pinned_zeros
 from elixir.errors import CheckpointError, StateError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.optimizer_states import BLOCK_NUMEL

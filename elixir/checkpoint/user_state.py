@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elixir.checkpoint_format.values import encode
+from elixir.checkpoint_format.index import encode
 from elixir.errors import CheckpointError, CheckpointMismatch, InputError, InputTypeError
 from elixir.units import dtype_name
 from elixir.wrapper import ElixirModule, ElixirOptimizer

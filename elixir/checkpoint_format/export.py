@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from elixir.checkpoint_format.folders import one_checkpoint
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES, memory_of
 from elixir.checkpoint_format.slice_reader import SliceReader
-from elixir.checkpoint_format.slices import safetensors_header
+from elixir.checkpoint_format.slices import SPAN_BYTES, memory_of, safetensors_header
 from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
 from elixir.memory_order import shaped

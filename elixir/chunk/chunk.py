@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import absent, storage_of, unmarked
-from elixir.chunk.block_pool import Block
 from elixir.chunk.lanes import closed
-from elixir.chunk.memory import Memory, Ticket, written
+from elixir.chunk.memory import Block, Memory, Ticket, written
 from elixir.chunk.state_window import StoredStates
+from elixir.chunk.weight_files import FileShard
 from elixir.errors import InputError, StateError, few
-from elixir.extents.weight_files import FileShard
 from elixir.memory_order import Order, flattened, is_dense, order_of
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.torch_private import DisableTorchFunctionSubclass, swap_tensors

@@ -24,13 +24,12 @@ from itertools import islice
 import torch
 
 from elixir.access.autograd import backward_is_running
-from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import FILE_WINDOW, HostBuffers
 from elixir.chunk.lanes import Lanes
-from elixir.chunk.memory import Memory
+from elixir.chunk.memory import BlockPool, Memory
 from elixir.errors import InputError
 from elixir.schedule import CacheView, Schedule
 

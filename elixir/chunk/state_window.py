@@ -15,10 +15,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, HostBuffers
 from elixir.chunk.lanes import Lanes, Work
-from elixir.chunk.memory import Memory, Ticket
+from elixir.chunk.memory import Arena, Memory, Ticket
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile

@@ -10,8 +10,7 @@ from typing import Any
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folders import find_checkpoints, remove_checkpoint, remove_stale, surplus, unfinished
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES

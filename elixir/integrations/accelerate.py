@@ -28,7 +28,7 @@ from elixir.models.together import Together
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
+from elixir.wrapper.account.plan_promise import state_dict_bytes
 
 try:
     from accelerate import Accelerator

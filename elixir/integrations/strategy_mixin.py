@@ -20,7 +20,7 @@ from elixir.integrations.run import Planned, Run, as_inp, plan_made, read_option
 from elixir.models.step import planning_batch
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map
-from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
+from elixir.wrapper.account.plan_promise import state_dict_bytes
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.optimizer import stepper_of
 

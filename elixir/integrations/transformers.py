@@ -35,7 +35,7 @@ from elixir.models.together import Together, together
 from elixir.models.user_code import GENERATORS, restored
 from elixir.plan.plan import Plan
 from elixir.tracer.use_order import memory_alone
-from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
+from elixir.wrapper.account.plan_promise import state_dict_bytes
 
 try:
     from transformers import Seq2SeqTrainer, Trainer, TrainingArguments

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.access.compiled_units import compile_module, compiled_in_place, compiled_units, is_compiled
-from elixir.access.fast_path import HAVE_FAST_PATHS
+from elixir.access.module_call import HAVE_FAST_PATHS
 from elixir.errors import InputError, InputTypeError
 from elixir.step_trace import Fetch, Form, StepShape, Unit, enclosing
 

@@ -266,7 +266,7 @@ class WeightFile:
     nbytes: Count
     """Its size."""
     digest: str
-    """Digest of its size, its header and a sample of each tensor (`elixir.extents.weight_files`)."""
+    """Digest of its size, its header and a sample of each tensor (`elixir.chunk.weight_files`)."""
     modified_us: int | None = field(default=None, compare=False)
     """Time of its last change, in microseconds; a copy on another machine may have another. None if not known."""
 

@@ -167,7 +167,7 @@ class HostCopies:
         self._order.transfer("host_to_device", tensor.numel() * tensor.itemsize)
 
     def send(self, tensor: torch.Tensor) -> TracedMove:
-        """Begins to copy a flat tensor to the host, as a plan does (`elixir.access.swapping.Mover`)."""
+        """Begins to copy a flat tensor to the host, as a plan does (`elixir.access.activations.Mover`)."""
         return TracedMove(self._ledger, self._order, tensor)
 
     def _add(self, tensor: torch.Tensor, *, pinned: bool) -> None:
@@ -188,7 +188,7 @@ class HostCopies:
 
 
 class TracedMove:
-    """A flat tensor that a plan moves to the host: what a run's `elixir.chunk.host_mover.SentTensor` is in a trace."""
+    """A flat tensor that a plan moves to the host: like a run's `elixir.chunk.host_buffers.SentTensor`."""
 
     def __init__(self, ledger: Ledger, order: UseOrder, tensor: torch.Tensor) -> None:
         self._ledger, self._order = ledger, order

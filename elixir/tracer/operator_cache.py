@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elixir.access.functions import REPLACES_MEMORY
+from elixir.access.access_listener import REPLACES_MEMORY
 from elixir.errors import TraceError
 from elixir.step_trace import Operation
 from elixir.torch_private import TopDispatch

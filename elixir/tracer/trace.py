@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.access.activations import Swapping, recomputing
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place, compiled_units, inductor_settings
 from elixir.access.interception import Interception
-from elixir.access.recomputation import recomputing
-from elixir.access.swapping import Swapping
 from elixir.errors import ElixirError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile

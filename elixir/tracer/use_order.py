@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.access.access_listener import AccessListener, Pins
+from elixir.access.access_listener import REPLACES_MEMORY, AccessListener, Pins, operator_reads_only_metadata
 from elixir.access.autograd import current_node_number, detached
-from elixir.access.functions import REPLACES_MEMORY, operator_reads_only_metadata
 from elixir.access.interception import TrackedView, untrack
 from elixir.access.placeholders import storage_of
 from elixir.step_trace import Direction, Operation, Phase, Transfer, enclosing, is_inside, unit_runs

@@ -18,20 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir.access.activations import Recomputation, Swapping
 from elixir.access.autograd import backward_is_running
 from elixir.access.counted_parameter import CountedParameter
 from elixir.access.interception import Interception
 from elixir.access.interrupts import hold_back, hold_back_no_more
-from elixir.access.recomputation import Recomputation
-from elixir.access.swapping import Swapping
 from elixir.chunk import host_buffers as kinds
-from elixir.chunk.arena import Arena
-from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
-from elixir.chunk.host_mover import HostMover
+from elixir.chunk.host_buffers import HostMover
 from elixir.chunk.lanes import Lanes, make_lanes
+from elixir.chunk.memory import Arena, BlockPool
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
 from elixir.errors import ElixirError, InputError, InputTypeError
@@ -44,11 +42,9 @@ from elixir.torch_private import DisableTorchFunctionSubclass, call_after_backwa
 from elixir.units import LARGEST_BYTES
 from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.phase import Phase, StepPhase
-from elixir.wrapper.run_errors import RunErrors
+from elixir.wrapper.phase import Phase, RunErrors, StepPhase
 from elixir.wrapper.run_options import RunOptions
-from elixir.wrapper.state_reader import StateReader
-from elixir.wrapper.views_of_engine import AnyStepper, RunningPass
+from elixir.wrapper.views_of_engine import AnyStepper, RunningPass, StateReader
 from elixir.wrapper.weight_uses import Frozen, WeightUses, ignored
 
 logger = logging.getLogger(__name__)

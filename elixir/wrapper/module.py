@@ -29,26 +29,21 @@ from elixir.units import parse_bytes, parse_dtype
 from elixir.wrapper.account.plan_promise import PlanPromise
 from elixir.wrapper.account.step_account import StepAccount
 from elixir.wrapper.account.step_report import StepReport
-from elixir.wrapper.address_errors import refuse_addresses
-from elixir.wrapper.assemble.agreement import agree_on_weights
 from elixir.wrapper.assemble.chunks import (
     agree_on_plan,
+    agree_on_weights,
     build_chunks,
     compute_device,
     move_chunks,
     warn_if_made_elsewhere,
 )
 from elixir.wrapper.assemble.frozen_weights import open_frozen
-from elixir.wrapper.assemble.origins import Origins
-from elixir.wrapper.assemble.shared_buffers import SharedBuffers
+from elixir.wrapper.assemble.origins import Origins, SharedBuffers
 from elixir.wrapper.assemble.weight_source import Weights
-from elixir.wrapper.calls import Calls
+from elixir.wrapper.calls import Calls, prepare_forward, refuse_addresses, refuse_compiled_around
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.late_units import prepare_forward, refuse_compiled_around
 from elixir.wrapper.run_options import Debug, RunOptions, folders_of
-from elixir.wrapper.weights_io.gathered import shown
-from elixir.wrapper.weights_io.model_state import ModelState, in_use
-from elixir.wrapper.weights_io.shared_weights import SharedWeights
+from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from elixir.models.quantised import first_inside
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
-from elixir.wrapper.state_reader import StateReader
 from elixir.wrapper.step.shard import Shard
 from elixir.wrapper.step.states import (
     SCALE_SUFFIX,
@@ -31,6 +30,7 @@ from elixir.wrapper.step.states import (
     StateTensor,
     small_states,
 )
+from elixir.wrapper.views_of_engine import StateReader
 
 __all__ = ["SCALE_SUFFIX", "SavedState", "SavedStates", "SmallStates", "StateTensor"]
 

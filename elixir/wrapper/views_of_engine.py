@@ -57,7 +57,7 @@ class AnyStepper(Protocol):
 
 
 class RunningPass(Protocol):
-    """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.gradient_stages`."""
+    """The engine's view of a pass of several micro-batches; see `elixir.wrapper.one_pass.micro_batch`."""
 
     def used(self, parameters: Iterable[nn.Parameter]) -> None:
         """Notes that weights are used, other than by a call of a layer, or that the model's forward is over."""
@@ -67,3 +67,17 @@ class RunningPass(Protocol):
 
     def keeps(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Takes a part of a gradient that is to be summed in another order; returns whether it is one."""
+
+
+# --- state reader ----------------------------------------------------------------------------------------------------
+# `StateReader`: reads the states of a run while training goes on, such as a checkpoint that is being written.
+
+
+class StateReader(Protocol):
+    """A reader of live states. It has a hook on every chunk that it still reads (`Chunk.before_write`)."""
+
+    def let_go(self) -> None:
+        """Waits until it reads no live memory, since chunks are about to be replaced."""
+
+    def close(self) -> Exception | None:
+        """Waits until everything is written; returns an unreported error."""

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from elixir.access.access_listener import AccessListener, Pins
+from elixir.access.access_listener import RENORMALISE, AccessListener, Pins
 from elixir.access.autograd import backward_is_running, current_node_number
-from elixir.access.functions import RENORMALISE
 from elixir.access.interception import TRACKED_PARAMETERS
 from elixir.access.interrupts import hold_back
 from elixir.access.placeholders import storage_of, unmarked

@@ -20,10 +20,8 @@ from elixir.checkpoint_format.folders import (
     read_index,
     remove_stale,
 )
-from elixir.checkpoint_format.index import Index, SavedGroup, merge_tensors
-from elixir.checkpoint_format.saved_tensor import CHECKSUM_KIND
-from elixir.checkpoint_format.slices import Slice, SliceWriter
-from elixir.checkpoint_format.values import encode
+from elixir.checkpoint_format.index import Index, SavedGroup, encode, merge_tensors
+from elixir.checkpoint_format.slices import CHECKSUM_KIND, Slice, SliceWriter
 from elixir.errors import CheckpointNotFound, FileError
 from elixir.files import FILES, Files
 

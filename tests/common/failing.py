@@ -60,7 +60,7 @@ class Fault(Files):
             with contextlib.ExitStack() as patched:
                 if self.kind == "zeros":
                     failing = _Torch(self._failing(torch.zeros, RuntimeError))
-                    patched.enter_context(mock.patch("elixir.chunk.arena.torch", failing))
+                    patched.enter_context(mock.patch("elixir.chunk.memory.torch", failing))
                 if self.kind == "pages":
                     patched.enter_context(inside.pages_made_by(lambda made: self._failing(made, OSError)))
                 yield

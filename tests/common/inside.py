@@ -22,19 +22,17 @@ from elixir.checkpoint_format import index as index_file
 from elixir.checkpoint_format.index import Index
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.chunk import chunk as chunk_file
-from elixir.chunk import pages
-from elixir.chunk.arena import Arena
+from elixir.chunk import memory as pages
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients import chunk_gradient
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.gradients.gradient_flow import GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
-from elixir.chunk.lanes import Lane, Lanes
-from elixir.chunk.memory import Ticket
+from elixir.chunk.lanes import Lane, Lanes, StepCounts
+from elixir.chunk.memory import Arena, Ticket
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow
-from elixir.chunk.step_counts import StepCounts
 from elixir.hardware.host_share import HostShare
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper import phase as phase_file
@@ -273,11 +271,11 @@ LIMITS = {
     "look_s": "elixir.chunk.group._LOOK_S",  # after which a blocked rank looks whether the ranks have parted
     "sent_bytes": "elixir.chunk.group._PIECE_BYTES",  # that rank 0 sends at once
     "converted_numel": "elixir.wrapper.step.states._PIECE_NUMEL",  # of moments, at once
-    "slow_numel": "elixir.wrapper.step.shards._SLOW_NUMEL",  # from which on a slow class of optimizer is reported
+    "slow_numel": "elixir.wrapper.step.shard._SLOW_NUMEL",  # from which on a slow class of optimizer is reported
 }
 MEMORIES: dict[str, dict[str, type]] = {
     "promises": {"elixir.hardware.promises._AT_WORK": weakref.WeakSet},  # of memory, by other models
-    "Adam kernels": {"elixir.kernels.adam.native._begun": dict},
+    "Adam kernels": {"elixir.kernels.adam.step._begun": dict},
 }
 
 

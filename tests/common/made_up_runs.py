@@ -27,7 +27,8 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.units import GIB, MIB
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import plan_promise, step_clock
+from elixir.wrapper.account import plan_promise
+from elixir.wrapper.account import step_report as step_clock
 from tests.common import inside
 from tests.common.in_files import HARDWARE
 from tests.common.one_pass import plan_for

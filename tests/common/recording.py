@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.group import Group
 from elixir.chunk.lanes import ThreadLane, _ThreadTicket
+from elixir.chunk.memory import Arena
 from elixir.hardware import process_memory
 from elixir.hardware.process_memory import HeapLimit
 from elixir.wrapper.phase import StepPhase

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug

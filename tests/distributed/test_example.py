@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from benchmark.finetune import largest
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 
 ROOT = Path(__file__).parents[2]
 CALL = (

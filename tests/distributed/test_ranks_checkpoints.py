@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, FileError, InputError
 from elixir.plan.plan import Plan
 from tests.common.ddp import batch_of, plan_for

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
+from elixir.checkpoint_format.slice_reader import SavedCheckpoint, open_checkpoint
 from elixir.wrapper.training_states import TrainingStates
 from tests.common.ddp import batch_of, plan_for
 from tests.common.file_faults import UnsyncedFiles

@@ -14,7 +14,7 @@ import torch
 from elixir.checkpoint import load_checkpoint, saving, snapshot
 from elixir.checkpoint.saving import SaveOptions, Saves
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk.chunk import Chunk
 from elixir.plan.plan import Plan
 from tests.common import gpu

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.access import swapping
-from elixir.chunk.arena import Arena
-from elixir.chunk.gradients.chunk_gradient import OpenChunk
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.access import activations as swapping
+from elixir.chunk.gradients.chunk_gradient import GradientBlocks, OpenChunk
 from elixir.chunk.lanes import Lane, StreamLane
-from elixir.chunk.memory import Memory, Ticket
-from elixir.extents.weight_files import FileShard
+from elixir.chunk.memory import Arena, Memory, Ticket
+from elixir.chunk.weight_files import FileShard
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer

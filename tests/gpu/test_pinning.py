@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from elixir.chunk.arena import Arena
-from elixir.chunk.pages import pinned_zeros
+from elixir.chunk.memory import Arena, pinned_zeros
 from elixir.errors import NoMemoryError
 from elixir.wrapper import ElixirModule
 from tests.common import inside

@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient, OpenChunk
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks, OpenChunk
 from elixir.chunk.gradients.transport import Transport
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Lanes
+from elixir.chunk.memory import Arena
 from elixir.schedule import Schedule
 
 

@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState, OpenChunk
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState, OpenChunk, PartNorms
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, HostBuffers
 from elixir.chunk.lanes import Lanes, Work
 from elixir.chunk.memory import Memory
-from elixir.chunk.part_norms import PartNorms
 from elixir.plan.step_traffic import all_reduce_bytes
 
 Then = Callable[[torch.Tensor, torch.Tensor], object]

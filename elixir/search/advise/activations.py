@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from elixir.access.recomputation import checkpoints_itself
+from elixir.access.activations import checkpoints_itself
 from elixir.errors import InputError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile

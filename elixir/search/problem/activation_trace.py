@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from elixir.access.swapping import SMALLEST_BYTES
+from elixir.access.activations import SMALLEST_BYTES
 from elixir.errors import InputError
 from elixir.search.problem.placement import Ints
 from elixir.step_trace import (

@@ -73,7 +73,7 @@ def adam_share(moments: MomentKind) -> float:
 def out_of_place_share(setting: Setting) -> float:
     """Seconds of a step that keeps the old states over one in place, by the bytes that cross the memory bus.
 
-    Adam's has a kernel (`elixir.kernels.adam.native`) for moments in float32 and bfloat16. It streams what it
+    Adam's has a kernel (`elixir.kernels.adam.step`) for moments in float32 and bfloat16. It streams what it
     writes, moves 28 and 20 bytes an element where a step in place moves 30 and 22, and is taken to be as fast. Other
     optimizers, torch's Adams without ``fused=True``, and 8 bits have states copied first: each byte is read, and
     written to a line that is read before.

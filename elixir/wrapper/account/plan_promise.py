@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,15 @@ from elixir.hardware import promises
 from elixir.hardware.memory import free_device_bytes, free_host_bytes
 from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, give_back_freed, resident
 from elixir.hardware.promises import Memory
-from elixir.optimizer_states import DIRECTION_BYTES, MASTER_BYTES, master_bytes, second_set_bytes
+from elixir.optimizer_states import (
+    DIRECTION_BYTES,
+    MASTER_BYTES,
+    MATRIX_STATES,
+    family_of,
+    master_bytes,
+    second_set_bytes,
+    state_size,
+)
 from elixir.plan.matrices import stage_numel, stages
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import (
@@ -28,6 +36,39 @@ from elixir.plan.process_need import (
 )
 from elixir.units import LARGEST_BYTES, dtype_bytes
 from elixir.wrapper.engine import Engine
+
+# --- state dict bytes ------------------------------------------------------------------------------------------------
+# Bytes of the full state dicts that frameworks save between steps.
+
+
+def state_dict_bytes(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    only: Callable[[nn.Parameter], bool] | None = None,
+) -> int:
+    """Bytes of the full state dicts of a model, and of optimizers, as they are under a plan: in float32 or wider.
+
+    Args:
+        model: plain.
+        optimizers: of the model, not stepped yet.
+        only: whether a parameter is in the model's state dict.
+    """
+    total = 0
+    for parameter in model.parameters():
+        if only is None or only(parameter):
+            size = parameter.element_size()
+            total += parameter.numel() * (size if size == 1 else max(size, MASTER_BYTES))
+    for optimizer in optimizers:
+        try:
+            states = state_size(family_of(optimizer))
+        except ValueError:  # of whole matrices; all that cannot be planned for is refused later
+            states = MATRIX_STATES
+        for group in optimizer.param_groups:
+            total += sum(states.nbytes(each.numel(), each.element_size()) for each in group["params"])
+    return total
+
+
+# --- plan promise ----------------------------------------------------------------------------------------------------
 
 
 class PlanPromise:

@@ -12,11 +12,11 @@ from torch import nn
 
 from elixir.plan.step_traffic import Backwards
 from elixir.wrapper.account.plan_promise import PlanPromise
-from elixir.wrapper.account.step_clock import StepClock
 from elixir.wrapper.account.step_report import (
     Course,
     EarlyCounts,
     Expected,
+    StepClock,
     StepReport,
     differences,
     expected_of,

@@ -11,8 +11,8 @@ from torch import nn
 
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
+from elixir.chunk.weight_files import FilePart, FileShard, WeightFiles
 from elixir.errors import InputError, few
-from elixir.extents.weight_files import FilePart, FileShard, WeightFiles
 from elixir.files import FILES, Files
 from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import Plan

@@ -27,17 +27,15 @@ import torch
 from elixir.access.autograd import backward_is_running
 from elixir.access.compiled_units import is_compiled
 from elixir.access.interrupts import raise_waiting
-from elixir.access.own_checkpoint import without_checkpoint
+from elixir.access.module_call import without_checkpoint
 from elixir.errors import InputError
 from elixir.models.model_tensors import ModuleState
 from elixir.plan.activations import keeps_state
 from elixir.torch_private import seeing_backwards
+from elixir.wrapper.calls import follow_changes
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.late_units import follow_changes
-from elixir.wrapper.one_pass.gradient_stages import GradientStages
-from elixir.wrapper.one_pass.micro_batch import GLUE, MicroBatch
-from elixir.wrapper.one_pass.regions import Region, Root
-from elixir.wrapper.one_pass.settings import RandomState, ThreadSettings
+from elixir.wrapper.one_pass.micro_batch import GLUE, GradientStages, MicroBatch
+from elixir.wrapper.one_pass.regions import RandomState, Region, Root, ThreadSettings
 
 _SEEDS = 2**62
 """Number of seeds from which the random states of micro-batches are drawn."""

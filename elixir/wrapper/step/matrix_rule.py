@@ -25,18 +25,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk, Slot
 from elixir.chunk.group import Group
+from elixir.chunk.memory import Arena
 from elixir.kernels.muon import MOMENTUM, MuonRule
 from elixir.memory_order import flattened, order_of, shaped
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import directions_numel, owned_numel, owners, part_of, room_bytes, stage_numel, stages
 from elixir.plan.plan import Plan
-from elixir.wrapper.step.early_update import Inputs
-from elixir.wrapper.step.rules import BY_CLASS, MakesOptimizer, Rule
-from elixir.wrapper.step.segments import Segment
-from elixir.wrapper.step.states import Kind, States
+from elixir.wrapper.step.rules import BY_CLASS, Inputs, MakesOptimizer, Rule
+from elixir.wrapper.step.states import Kind, Segment, States
 
 _WIDTH = torch.bfloat16
 _ROOMS: WeakKeyDictionary[Arena, MatrixRoom] = WeakKeyDictionary()

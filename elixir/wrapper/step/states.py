@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from elixir.checkpoint_format.saved_tensor import scalar_state
-from elixir.chunk.chunk import Held
+from elixir.checkpoint_format.slices import scalar_state
+from elixir.chunk.chunk import Chunk, Held
 from elixir.chunk.memory import Count, Memory
 from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
@@ -24,7 +26,73 @@ from elixir.kernels.adam.moments import Moments, read_moments, write_moments
 from elixir.memory_order import Order
 from elixir.optimizer_states import check_kind
 from elixir.units import dtype_name
-from elixir.wrapper.step.segments import Segment
+
+# --- segments --------------------------------------------------------------------------------------------------------
+# Segments: the parts of parameters that make up a rank's shard of a chunk.
+
+
+@dataclass
+class Segment:
+    """The part of one parameter inside this rank's shard."""
+
+    held: Held
+    """Its place in the parameter, in the chunk and in the shard."""
+    group: int
+    weights: nn.Parameter
+    """The flat tensor that is stepped: a part of the master weights, or of the weights themselves."""
+    version: int
+    """The version of the parameter when the segment was created."""
+
+    def __post_init__(self) -> None:
+        slot, part = self.held.slot, self.held.part
+        self.slot, self.name, self.source = slot, slot.name, slot.parameter
+        self.place, self.first, self.part, self.start = self.held.place, self.held.first, part, part.start
+
+
+Arrived = list[tuple[Segment, torch.Tensor]]
+"""The segments that got a gradient, each with it."""
+
+
+def cut_segments(chunk: Chunk, master: torch.Tensor, group_of: Mapping[nn.Parameter, int]) -> list[Segment]:
+    """The segments of this rank's shard that an optimizer steps, in order.
+
+    Args:
+        chunk: of the shard.
+        master: the flat shard of weights or masters.
+        group_of: the optimizer's parameters, with the number of their group.
+    """
+    segments = []
+    for held in chunk.held.values():
+        parameter = held.slot.parameter
+        if parameter in group_of and parameter.requires_grad:
+            weights = nn.Parameter(master[held.part], requires_grad=True)
+            segments.append(Segment(held, group_of[parameter], weights, parameter._version))
+    return segments
+
+
+def own_ranges(chunk: Chunk, group_of: Mapping[nn.Parameter, int]) -> list[slice]:
+    """The ranges of this rank's shard with parameters of an optimizer, frozen ones included, in order.
+
+    A gap between parameters belongs to the parameter before it. So several optimizers that have all parameters of the
+    shard divide it, and together keep as much as one would.
+
+    Args:
+        chunk: of the shard.
+        group_of: the optimizer's parameters, with the number of their group.
+    """
+    ranges: list[slice] = []
+    start, held = 0, list(chunk.held.values())
+    for each, after in zip_longest(held, held[1:]):  # a shard of padding alone holds none
+        stop = chunk.shard_numel if after is None else after.part.start
+        if each.slot.parameter in group_of:
+            joins = bool(ranges) and ranges[-1].stop == start
+            ranges.append(slice(ranges.pop().start if joins else start, stop))
+        start = stop
+    return ranges
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
 
 SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""

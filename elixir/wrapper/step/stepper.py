@@ -17,13 +17,10 @@ from elixir.hardware.host_share import core_list, rank_threads, use_threads
 from elixir.hardware.process_memory import HEAP
 from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.early_update import Inputs
-from elixir.wrapper.step.early_updates import EarlyUpdates
-from elixir.wrapper.step.gradient_norm import Factor, GradientNorm
-from elixir.wrapper.step.shard import Shard
-from elixir.wrapper.step.shards import Shards
-from elixir.wrapper.step.step_gradients import StepGradients
-from elixir.wrapper.step.update import can_share, publish, update, update_together
+from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, StepGradients
+from elixir.wrapper.step.rules import Inputs
+from elixir.wrapper.step.shard import Shard, Shards
+from elixir.wrapper.step.update import EarlyUpdates, can_share, publish, update, update_together
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from elixir.chunk.chunk import Chunk
 from elixir.errors import InputError, few
 from elixir.kernels import HybridAdam
 from elixir.kernels.adam.adam_rule import group_options
-from elixir.kernels.adam.native import Combination, kernel_for
+from elixir.kernels.adam.step import Combination, kernel_for
 from elixir.kernels.muon import check_rule, matrix_rule
 from elixir.optimizer_states import MomentKind
 from elixir.plan.plan import Plan
@@ -29,8 +29,7 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
 from elixir.wrapper.step.matrix_rule import Exchange, MatrixRoom, MatrixRule
 from elixir.wrapper.step.rules import AdamRule, ClassRule, Rule
-from elixir.wrapper.step.segments import Segment
-from elixir.wrapper.step.states import Kind, is_elementwise
+from elixir.wrapper.step.states import Kind, Segment, is_elementwise
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed, not its result: loading a state dict keeps those of this run."""

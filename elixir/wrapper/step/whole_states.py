@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from elixir.checkpoint_format.saved_tensor import scalar_state
+from elixir.checkpoint_format.slices import scalar_state
 from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.pages import separate_copy
+from elixir.chunk.memory import separate_copy
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.models.quantised import first_inside

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir import save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer

@@ -33,8 +33,7 @@ from elixir.hardware.host_share import (
 from elixir.kernels.adam.adam_rule import AdamOptions
 from elixir.kernels.adam.eager import fused_step
 from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.native import Combination, build_kernel
-from elixir.kernels.adam.step import adam_step
+from elixir.kernels.adam.step import Combination, adam_step, build_kernel
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.early import needs_kernel

@@ -18,12 +18,9 @@ import torch
 from elixir import checkpoint_format
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folders import find_checkpoints, next_sequence, read_index, remove_checkpoint
-from elixir.checkpoint_format.index import merge_tensors, parse_index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.saved_tensor import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor, checksum
-from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, verify
-from elixir.checkpoint_format.slices import Slice, SliceWriter
-from elixir.checkpoint_format.values import encode
+from elixir.checkpoint_format.index import encode, merge_tensors, parse_index
+from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, open_checkpoint, verify
+from elixir.checkpoint_format.slices import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor, Slice, SliceWriter, checksum
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -23,9 +23,8 @@ from elixir.checkpoint_format.folders import (
     remove_stale,
 )
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
+from elixir.checkpoint_format.slices import SPAN_BYTES
 from elixir.errors import CheckpointError, CheckpointNotFound, FileError
 from elixir.files import Files
 from tests.common.checkpoints import save, write

@@ -20,8 +20,7 @@ import torch
 
 from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import Index, parse_index
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from tests.common import inside
 from tests.common.checkpoints import group, same, save

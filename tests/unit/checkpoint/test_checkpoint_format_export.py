@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folders import commit
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import SliceReader
+from elixir.checkpoint_format.slice_reader import SliceReader, open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
 from tests.common.checkpoints import save, write

@@ -17,9 +17,8 @@ import torch
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folders import abandon, commit, finish_commit, read_index, remove_checkpoint
 from elixir.checkpoint_format.index import Index
-from elixir.checkpoint_format.saved_tensor import SPAN_BYTES
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader
-from elixir.checkpoint_format.slices import HEADER_MULTIPLE_BYTES, Slice, SliceWriter
+from elixir.checkpoint_format.slices import HEADER_MULTIPLE_BYTES, SPAN_BYTES, Slice, SliceWriter
 from elixir.errors import CheckpointError, FileError
 from elixir.files import Files
 from tests.common.checkpoints import save, write

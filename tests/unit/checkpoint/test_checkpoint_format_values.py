@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from elixir.checkpoint_format.folders import commit
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.values import DEEPEST, decode, encode
+from elixir.checkpoint_format.index import DEEPEST, decode, encode
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import CheckpointCorrupt, InputError
 from tests.common.checkpoints import same, save, write
 

@@ -24,8 +24,7 @@ from elixir.checkpoint.shared_folder import HeartbeatGroup
 from elixir.checkpoint.snapshot import Snapshot
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format.index import INDEX_NAME
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from elixir import HybridAdam
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import CheckpointMismatch, InputError, InputTypeError
 from elixir.wrapper import ElixirModule

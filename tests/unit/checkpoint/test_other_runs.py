@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, loading, save_checkpoint
-from elixir.checkpoint_format import saved_tensor
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.saved_tensor import Piece
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format import slices as saved_tensor
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
+from elixir.checkpoint_format.slices import Piece
 from elixir.errors import CheckpointError
 from elixir.files import Files
 from elixir.kernels.adam.moments import make_moments, read_moments, write_moments

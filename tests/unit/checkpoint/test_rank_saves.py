@@ -19,8 +19,9 @@ from elixir.checkpoint import loading as module
 from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.shared_folder import HeartbeatGroup
 from elixir.checkpoint.user_state import UserState
-from elixir.checkpoint_format import saved_tensor, slice_reader, slices
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format import slice_reader, slices
+from elixir.checkpoint_format import slices as saved_tensor
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened

@@ -25,8 +25,7 @@ from elixir.artifact import digest
 from elixir.checkpoint import Checkpoints
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.folders import find_checkpoints, one_checkpoint, read_index, remove_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import SavedCheckpoint, open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import SavedCheckpoint, open_checkpoint, verify
 from elixir.errors import ElixirError
 from tests.common.made_up_runs import Program, Run, known_memory, norm_of
 from tests.common.rank_threads import results

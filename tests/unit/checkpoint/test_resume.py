@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper.training_states import ChunkStates

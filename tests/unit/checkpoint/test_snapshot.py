@@ -16,7 +16,7 @@ import torch
 
 from elixir.checkpoint import snapshot as module
 from elixir.checkpoint.snapshot import PartState, Snapshot, SnapshotPool, aligned
-from elixir.checkpoint_format import saved_tensor
+from elixir.checkpoint_format import slices as saved_tensor
 from elixir.errors import CheckpointError, StateError
 from tests.common import inside
 

@@ -16,13 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.arena import Arena
-from elixir.chunk.block_pool import Block
 from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks, as_block
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks, as_block
 from elixir.chunk.lanes import make_lanes
-from elixir.chunk.memory import Memory
+from elixir.chunk.memory import Arena, Block, Memory
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.unit.chunk.test_chunks import make_chunk, make_flow

@@ -14,14 +14,13 @@ import elixir.access.interception  # noqa: F401  registers what operators on mar
 import elixir.chunk.chunk as chunk_file
 from elixir import torch_private
 from elixir.access.placeholders import is_absent
-from elixir.chunk import block_pool
-from elixir.chunk.arena import Arena
-from elixir.chunk.block_pool import BlockPool
+from elixir.chunk import memory as block_pool
 from elixir.chunk.chunk import Chunk, ChunkState, become_real
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
+from elixir.chunk.memory import Arena, BlockPool
 from elixir.errors import InputError, StateError
 from elixir.plan.chunk_plan import ChunkPlan, MemoryHome, ParamSlot
 from tests.common import inside

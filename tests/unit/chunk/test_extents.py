@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from elixir.chunk.weight_files import WeightFiles
 from elixir.errors import DiskError, FileError, InputError, StateError
 from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
-from elixir.extents.weight_files import WeightFiles
 from elixir.files import File, Files
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
+from elixir.chunk.gradients.chunk_gradient import PIECE_NUMEL, ROW_NUMEL, PartNorms, norms_of
 from elixir.wrapper.step import gradient_norm
 from tests.common import inside
 from tests.common.parity import Case, Pair, case, make_plan, report_of

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Work, make_lanes
-from elixir.chunk.memory import Ticket
+from elixir.chunk.memory import Arena, Ticket
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.plan.step_traffic import Backwards, ChunkRoute, step_traffic
 

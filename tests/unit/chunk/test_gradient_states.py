@@ -9,11 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks, GradState
 from elixir.chunk.lanes import make_lanes
+from elixir.chunk.memory import Arena
 from elixir.errors import StateError
 from tests.common import inside
 from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from elixir.chunk.arena import Arena
-from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffers, summands_kind
-from elixir.chunk.host_mover import HostMover, SentTensor
+from elixir.chunk.host_buffers import SWAPPED, BufferKind, HostBuffers, HostMover, SentTensor, summands_kind
 from elixir.chunk.lanes import Lane, Lanes, ThreadLane, make_lanes
-from elixir.chunk.memory import Memory
+from elixir.chunk.memory import Arena, Memory
 from elixir.errors import StateError
 from tests.common.samples import make_plan
 

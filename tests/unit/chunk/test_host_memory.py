@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient
-from elixir.chunk.pages import HUGE_PAGE_BYTES, PORTABLE, host_zeros, pinned_zeros, separate_copy
+from elixir.chunk.memory import HUGE_PAGE_BYTES, PORTABLE, Arena, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
 from elixir.optimizer_states import MomentKind
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot

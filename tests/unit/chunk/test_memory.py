@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.lanes import ThreadLane
-from elixir.chunk.memory import Memory, order, written
+from elixir.chunk.memory import Arena, Memory, order, written
 
 
 @pytest.fixture

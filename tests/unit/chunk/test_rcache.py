@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
-from elixir.chunk.arena import Arena
-from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
+from elixir.chunk.memory import Arena, BlockPool
 from elixir.chunk.rcache import RCache
 from elixir.errors import InputError, StateError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
-from elixir.chunk.arena import Arena
-from elixir.chunk.block_pool import BlockPool
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostBuffers
-from elixir.chunk.lanes import make_lanes
+from elixir.chunk.lanes import StepCounts, make_lanes
+from elixir.chunk.memory import Arena, BlockPool
 from elixir.chunk.rcache import RCache
-from elixir.chunk.step_counts import StepCounts
 from elixir.errors import RankError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.schedule import Schedule

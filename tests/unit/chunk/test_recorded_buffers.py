@@ -22,10 +22,9 @@ import torch
 
 from elixir.artifact import digest
 from elixir.chunk import host_buffers
-from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane
-from elixir.chunk.memory import Memory
+from elixir.chunk.memory import Arena, Memory
 from elixir.errors import ElixirError
 from tests.common.file_faults import UnsyncedFiles
 from tests.unit.chunk.test_recorded_gradients import Noted

@@ -23,7 +23,7 @@ from torch import nn
 
 from elixir.artifact import digest
 from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.gradient_blocks import GradientBlocks
+from elixir.chunk.gradients.chunk_gradient import GradientBlocks
 from elixir.chunk.lanes import Work
 from elixir.chunk.memory import Ticket
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane, make_lanes
+from elixir.chunk.memory import Arena
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
 from elixir.errors import DiskError, StateError
 from elixir.extents.extent_file import ExtentFile

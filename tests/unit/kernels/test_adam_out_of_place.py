@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from elixir.errors import InputError
-from elixir.kernels.adam import native
+from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, step_numbers
 from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.native import Combination, absent_kernels, build_kernel, kernel_for
-from elixir.kernels.adam.step import COPIED, ONE_PASS, adam_step
+from elixir.kernels.adam.step import COPIED, ONE_PASS, Combination, absent_kernels, adam_step, build_kernel, kernel_for
 from tests.common import inside
 from tests.common.early import needs_kernel
 

@@ -16,8 +16,8 @@ from torch import nn
 import elixir.kernels.model.linear_cross_entropy as cross_entropy
 from benchmark.observe import observe_step
 from elixir.errors import ElixirError, InputError
-from elixir.kernels.model.deferred_logits import DeferredLogits
 from elixir.kernels.model.fused_kernels import FusedKernels
+from elixir.kernels.model.linear_cross_entropy import DeferredLogits
 from elixir.models.step import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common.fused import assert_close_gradients, gradients, language_case, train_with_plain

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from elixir.errors import InputError, InputTypeError
-from elixir.kernels.adam import native
+from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_rule, adam_scalars
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
@@ -345,7 +345,7 @@ def test_a_process_that_ends_waits_for_its_compiler(tmp_path: Path) -> None:
     compiler.write_text("#!/bin/sh\nsleep 1; echo over >&2; exit 1\n")
     compiler.chmod(0o700)
     source = (
-        "import torch\nfrom elixir.kernels.adam.native import Combination, kernel_for\n"
+        "import torch\nfrom elixir.kernels.adam.step import Combination, kernel_for\n"
         "assert kernel_for(Combination(torch.float32, None, 'float32'), 10**6) is None\nprint('end')"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ELIXIR_COMPILE": "1", "CXX": str(compiler)}

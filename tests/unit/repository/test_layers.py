@@ -50,19 +50,16 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
                 "arrivals",
                 "loss_scale",
                 "phase",
-                "run_errors",
                 "run_options",
                 "scope_uses",
-                "state_reader",
                 "views_of_engine",
                 "weight_uses",
             }
         ),
         frozenset({"engine"}),
-        frozenset({"whole_weights"}),
-        frozenset({"account", "address_errors", "assemble", "calls", "late_units", "one_pass", "step", "weights_io"}),
+        frozenset({"account", "assemble", "calls", "one_pass", "step", "weights_io"}),
         frozenset({"module", "optimizer"}),
-        frozenset({"given_optimizers", "training_states"}),
+        frozenset({"training_states"}),
     ),
 }
 """Package -> its rooms from the ground up: each may import those before it and its equals, none after it."""

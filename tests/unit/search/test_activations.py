@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from benchmark.observe import observe_step
-from elixir.access.recomputation import recomputing
+from elixir.access.activations import recomputing
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan

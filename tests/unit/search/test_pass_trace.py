@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access import swapping
+from elixir.access import activations as swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan

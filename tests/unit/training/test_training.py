@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.chunk.gradients.chunk_gradient import PIECE_NUMEL, ROW_NUMEL
 from elixir.chunk.lanes import Emulation
-from elixir.chunk.part_norms import PIECE_NUMEL, ROW_NUMEL
 from elixir.models.step import default_input
 from elixir.wrapper.step.gradient_norm import each_norm, norm_of_norms
 from tests.common import gpu

@@ -13,7 +13,7 @@ from torch import nn
 from elixir.chunk.lanes import Emulation
 from elixir.search import optimal_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.account import step_clock
+from elixir.wrapper.account import step_report as step_clock
 from elixir.wrapper.account.step_report import StepReport
 from tests.common import gpu, inside
 from tests.common.parity import Case, Pair, case, hf_loss, make_plan, report_of, square_loss, take_step

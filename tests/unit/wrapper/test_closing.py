@@ -21,7 +21,7 @@ from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
-from elixir.wrapper.step.shards import Shards
+from elixir.wrapper.step.shard import Shards
 from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss, take_step
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.access.recomputation import Recomputation, recomputing
+from elixir.access.activations import Recomputation, recomputing
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elixir.checkpoint import save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import Shard

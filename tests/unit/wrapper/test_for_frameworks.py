@@ -11,8 +11,9 @@ from torch import nn
 
 import elixir
 from elixir.errors import InputError
-from elixir.wrapper import ElixirModule, ElixirOptimizer, whole_weights
-from elixir.wrapper.weights_io import model_state
+from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import weights_io as model_state
+from elixir.wrapper import weights_io as whole_weights
 from tests.common import inside
 
 ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB", "assume": "nominal"}

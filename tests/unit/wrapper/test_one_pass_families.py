@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmark.transformers_classes import build, new_batch
-from elixir.access import swapping
+from elixir.access import activations as swapping
 from tests.common.one_pass import Make, Steps, batches, family, in_passes, plainly, plan_for
 from tests.common.tiny_models import FAMILIES
 

@@ -21,7 +21,7 @@ from elixir.search import optimal_search
 from elixir.search.budgets import resolve_budgets
 from elixir.search.request import SearchRequest
 from elixir.units import GIB, MIB
-from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
+from elixir.wrapper.account.plan_promise import state_dict_bytes
 from tests.common import inside
 from tests.common.parity import case, hf_loss
 from tests.common.peaks import status_bytes

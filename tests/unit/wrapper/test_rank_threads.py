@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
-from elixir.checkpoint_format.slice_reader import verify
+from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.chunk.lanes import Emulation
 from elixir.errors import RankError
 from elixir.plan.plan import Plan

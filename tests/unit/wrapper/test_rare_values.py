@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elixir.access import swapping
+from elixir.access import activations as swapping
 from elixir.chunk.lanes import Emulation
 from elixir.errors import ArtifactError, InputError
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
-from elixir.wrapper.step.early_update import Inputs
 from elixir.wrapper.step.elementwise import same_options
+from elixir.wrapper.step.rules import Inputs
 from tests.common import inside
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack, in_passes, plainly, plan_for, square_loss, vectors

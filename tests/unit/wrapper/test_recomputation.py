@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.access.own_checkpoint import checkpoint_function, unentered_function
-from elixir.access.recomputation import Recomputation, checkpoints_itself, recomputing, with_own_caches
+from elixir.access.activations import Recomputation, checkpoints_itself, recomputing, with_own_caches
+from elixir.access.module_call import checkpoint_function, unentered_function
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.activations import check_activations

@@ -25,7 +25,7 @@ from unittest import mock
 import pytest
 
 from elixir.errors import ElixirError
-from elixir.kernels.adam import native
+from elixir.kernels.adam import step as native
 from tests.common import inside
 from tests.common.made_up_runs import Program, Run, known_memory, norm_of
 from tests.common.rank_threads import results

@@ -22,7 +22,7 @@ from elixir.wrapper.assemble.frozen_weights import safetensors_in
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.run_options import folders_of
-from elixir.wrapper.step.early_update import Inputs
+from elixir.wrapper.step.rules import Inputs
 from tests.common import inside
 from tests.common.parity import Case, Pair, make_plan, square_loss
 from tests.common.user_optimizers import Own

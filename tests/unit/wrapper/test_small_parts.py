@@ -20,12 +20,11 @@ from elixir.errors import DiskError, FileError, InputError, RankError, StepError
 from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.account.state_dict_bytes import state_dict_bytes
+from elixir.wrapper.account.plan_promise import state_dict_bytes
 from elixir.wrapper.calls import Arguments, Calls
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.loss_scale import LossScale
-from elixir.wrapper.phase import Phase, StepPhase
-from elixir.wrapper.run_errors import RunErrors
+from elixir.wrapper.phase import Phase, RunErrors, StepPhase
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.step.user_optimizer import can_fuse, check_moments
 from elixir.wrapper.weight_uses import WeightUses

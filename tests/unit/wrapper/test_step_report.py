@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.wrapper.account.step_clock import Span
-from elixir.wrapper.account.step_report import EarlyCounts, StepReport, differences
+from elixir.wrapper.account.step_report import EarlyCounts, Span, StepReport, differences
 
 MIB = 2**20
 BYTES = {"host_to_device": 100 * MIB, "device_buffers": 20 * MIB, "host_peak": 100 * MIB, "device_peak": 200 * MIB}

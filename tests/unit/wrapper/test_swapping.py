@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from benchmark.observe import observe_step
-from elixir.access import swapping
+from elixir.access import activations as swapping
 from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.hardware.profile import preset

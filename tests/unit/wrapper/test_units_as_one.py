@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedParameter
-from elixir.access.module_call import CALL
-from elixir.access.own_checkpoint import checkpoint_function
+from elixir.access.module_call import CALL, checkpoint_function
 from elixir.errors import InputError
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.wrapper.assemble.shared_buffers import SharedBuffers
+from elixir.wrapper.assemble.origins import SharedBuffers
 
 
 class Answers:

@@ -20,8 +20,7 @@ from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble import chunks
-from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
-from elixir.wrapper.assemble.weight_source import WeightSource
+from elixir.wrapper.assemble.weight_source import OwnInitialisation, WeightSource
 from tests.common import gpu
 from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan, take_step
 from tests.common.tiny_models import FAMILIES, tiny

@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.arena import Arena
 from elixir.chunk.chunk import Chunk
 from elixir.chunk.group import Group
-from elixir.chunk.memory import Memory
+from elixir.chunk.memory import Arena, Memory
 from elixir.plan.plan import Plan
-from elixir.wrapper.assemble.agreement import agree_on_weights
-from elixir.wrapper.assemble.chunks import build_chunks, place_buffers
+from elixir.wrapper.assemble.chunks import agree_on_weights, build_chunks, place_buffers
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.run_options import RunOptions
 from tests.common.made_up_runs import HOMES

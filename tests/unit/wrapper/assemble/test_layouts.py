@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.export import export_hf
-from elixir.checkpoint_format.saved_checkpoint import open_checkpoint
+from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.kernels import HybridAdam
 from elixir.memory_order import flattened, is_dense, order_of, shaped
 from elixir.wrapper import ElixirModule

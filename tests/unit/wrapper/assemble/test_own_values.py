@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.wrapper.assemble.own_initialisation import OwnInitialisation
-from elixir.wrapper.assemble.weight_source import WeightSource, check_weights
+from elixir.wrapper.assemble.weight_source import OwnInitialisation, WeightSource, check_weights
 
 
 class Sums(nn.Module):

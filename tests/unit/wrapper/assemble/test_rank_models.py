@@ -130,7 +130,7 @@ def test_of_plans_for_different_memory_all_run_the_first_that_fits(caplog: pytes
     needed = plan.predicted.host_peak_bytes
     large = replace(plan, read_budgets=("host",), host_budget_bytes=needed + 10)
     less = replace(large, host_budget_bytes=needed)
-    with caplog.at_level(logging.INFO, "elixir.wrapper.assemble.agreement"):
+    with caplog.at_level(logging.INFO, "elixir.wrapper.assemble.chunks"):
         assert results(3, lambda rank: planned(rank, [large, less, less])) == [large.fingerprint] * 3
     assert caplog.text.count(f"so all run plan {large.fingerprint} of rank 0") == 1
     short = replace(large, host_budget_bytes=needed - 1)

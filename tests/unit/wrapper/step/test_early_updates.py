@@ -16,7 +16,7 @@ from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.kernels import HybridAdam
-from elixir.kernels.adam import native
+from elixir.kernels.adam import step as native
 from elixir.kernels.adam.step import ONE_PASS
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.states import States

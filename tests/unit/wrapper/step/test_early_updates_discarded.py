@@ -20,8 +20,8 @@ from elixir.kernels import HybridAdam
 from elixir.models.step import default_input
 from elixir.optimizer_states import is_copied
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.early_updates import LONGEST_PAUSE_STEPS, REFUSALS, Forecast
 from elixir.wrapper.step.states import States
+from elixir.wrapper.step.update import LONGEST_PAUSE_STEPS, REFUSALS, Forecast
 from tests.common import gpu, inside
 from tests.common.debug import debugged
 from tests.common.early import HOMES, attempts, chain, needs_kernel, updating_early

@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir.api import dry_run
 from elixir.check import refusals
-from elixir.chunk.arena import Arena
+from elixir.chunk.memory import Arena
 from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.optimizer_states import matrix_flops, matrix_room_bytes, optimizer_name, state_size

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from elixir.chunk.memory import Memory
-from elixir.wrapper.step.early_update import EarlyUpdate, Inputs
 from elixir.wrapper.step.elementwise import options_of
-from elixir.wrapper.step.rules import AdamRule
+from elixir.wrapper.step.rules import AdamRule, EarlyUpdate, Inputs
 from elixir.wrapper.step.shard import ShardGradients
 from elixir.wrapper.step.update import can_share
 from tests.common.one_shard import another, shard_of, states_of, transposed, weights_of

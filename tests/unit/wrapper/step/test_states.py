@@ -13,8 +13,7 @@ from elixir.chunk.chunk import Held, Slot
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
-from elixir.wrapper.step.segments import Segment, cut_segments, own_ranges
-from elixir.wrapper.step.states import SmallStates, States, StateTensor, small_states
+from elixir.wrapper.step.states import Segment, SmallStates, States, StateTensor, cut_segments, own_ranges, small_states
 from tests.common import inside
 from tests.common.one_shard import (
     Saved,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.wrapper.step.step_gradients import StepGradients
+from elixir.wrapper.step.gradient_norm import StepGradients
 
 
 class Parts:

@@ -6,8 +6,11 @@ wrapper's own state dict has float32: master weights if there are any.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,14 +18,167 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk, Slot
-from elixir.chunk.pages import separate_copy
-from elixir.errors import InputError
+from elixir.access.placeholders import unmarked
+from elixir.chunk.chunk import Attribute, Chunk, Slot, take_back
+from elixir.chunk.memory import separate_copy
+from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.models.model_tensors import cast_dtype
+from elixir.models.quantised import flat
+from elixir.models.shared_memory import find_shared_memory, plain_tensors
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.whole_weights import whole
+
+# --- whole weights ---------------------------------------------------------------------------------------------------
+# The weights of one chunk as a whole, outside of a step: gathered from all ranks, or from where one rank has them.
+
+
+logger = logging.getLogger(__name__)
+
+
+def whole(engine: Engine, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
+    """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
+    if chunk.shown is not None:
+        return chunk.shown
+    found = precisely(engine, chunk, copy)[0] if precise else gathered(engine, chunk, copy=copy)
+    return chunk.with_moved(found) if engine.is_ordinary(chunk) else found
+
+
+def precisely(engine: Engine, chunk: Chunk, copy: bool = True) -> tuple[torch.Tensor, ElixirError | None]:
+    """The gathered weights of a chunk in the precision of its masters. If this rank's disk cannot read them, the
+    weights in memory and the error."""
+    if not has_wide_masters(chunk):
+        return gathered(engine, chunk, copy=copy), None
+    found: torch.Tensor | None = None
+    try:
+        with chunk.in_memory():
+            chunk.follow_writes()
+            found = gathered(engine, chunk, chunk.masters, copy)
+    except (DiskError, NoMemoryError) as error:
+        if found is None:  # otherwise all ranks have gathered, and only the write back has failed
+            logger.error("weights are given as they are in memory, in %s: %s", chunk.plan.dtype, error)
+            return gathered(engine, chunk, chunk.shard_weights.to(torch.float32)), error
+    return found, None
+
+
+def has_wide_masters(chunk: Chunk) -> bool:
+    """Whether the masters of a chunk have more bits than its weights."""
+    return chunk.masters is not None and chunk.masters.dtype != chunk.dtype
+
+
+def gathered(engine: Engine, chunk: Chunk, shard: torch.Tensor | None = None, copy: bool = True) -> torch.Tensor:
+    """The gathered weights of a chunk on the device, or the gathered `shard` of all ranks. Without `copy` a rank that
+    has all of them in memory gives what it has, on the host too: to be read, before the next step."""
+    if shard is None:
+        if chunk.weights is not None:
+            return chunk.weights
+        shard = chunk.shard_weights
+    if not copy and chunk.on_one_rank and chunk.stored is None:
+        return shard
+    together = torch.empty(chunk.plan.numel, dtype=shard.dtype, device=engine.device)
+    mine = shard.to(engine.device)
+    # This thread reads it next, which the network writes.
+    engine.lanes.network.submit(lambda: engine.group.gather(together, mine)).synchronize()
+    return together
+
+
+# --- gathered --------------------------------------------------------------------------------------------------------
+# `shown`: shows full weights in their parameters, outside of a step; see `ElixirModule.gathered`.
+
+
+Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
+"""The parameters of a module, one parameter, several, or None for all."""
+
+
+@contextlib.contextmanager
+def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
+    """See `ElixirModule.gathered`.
+
+    Args:
+        engine: the engine of the chunks.
+        wanted: the parameters to show.
+        write: whether writes become the weights, unless an exception ends the context.
+    """
+    engine.refuse_inside("gathered()")
+    engine.refuse_in_pass("gathered()")
+    uses, parameters = engine.uses, _of_model(engine, wanted)
+    engine.settle_together("gathered()")
+    opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
+    before = dict(uses.gathered)
+    moved = _moved_by_user(engine)
+    try:
+        for chunk in engine.chunks:
+            asked = [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters]
+            if not asked:
+                continue
+            if write:
+                chunk.about_to_write()  # before versions change, at which a checkpoint would raise
+            memory = chunk.shown
+            if memory is None:  # otherwise another `gathered` around this one holds it
+                memory = whole(engine, chunk)
+                if memory is chunk.weights:
+                    # Writes must not reach the weights before the end, and without `write` never; writes through `data`
+                    # are not announced.
+                    memory = memory.clone()
+                chunk.point_into(memory)
+                chunk.show_attributes(memory)
+                chunk.shown = memory
+            opened.append((chunk, memory, asked))
+            writable = {slot.parameter for slot in asked} if write else set()
+            uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
+        yield
+        if write:
+            engine.cache.invalidate()  # a forward inside of the context may have fetched old weights
+            take_back(opened)
+            for chunk, memory, asked in opened:
+                chunk.take(memory, asked)
+                for slot in asked:
+                    moved.pop(slot.parameter, None)
+    finally:
+        uses.gathered = before
+        _hide(chunk for chunk, _, _ in opened if chunk.index not in before)
+        for parameter, data in moved.items():
+            parameter.data = data
+
+
+def _hide(chunks: Iterable[Chunk]) -> None:
+    """Points the parameters of chunks back to where they pointed before, and frees the shown memory."""
+    for chunk in chunks:
+        chunk.shown = None
+        chunk.show_attributes(None)
+        if chunk.weights is None:
+            chunk.hold_placeholders()
+        else:
+            chunk.point_into(chunk.weights)
+
+
+def _moved_by_user(engine: Engine) -> dict[nn.Parameter, torch.Tensor]:
+    """The memory that the user has given to plain parameters, which get it back afterwards."""
+    plain = [chunk for chunk in engine.chunks if chunk.shown is None and engine.is_ordinary(chunk)]
+    return {
+        slot.parameter: slot.parameter.data
+        for chunk in plain
+        if chunk.weights is not None
+        for slot in chunk.moved(chunk.weights)
+    }
+
+
+def _of_model(engine: Engine, wanted: Wanted) -> set[nn.Parameter] | None:
+    if wanted is None:
+        return None
+    if isinstance(wanted, nn.Module):
+        wanted = wanted.parameters()
+    given = [wanted] if isinstance(wanted, nn.Parameter) else list(wanted)
+    found = [part for each in given for _, part in flat("", each)]
+    foreign = [item for item in found if not (isinstance(item, nn.Parameter) and item in engine.places)]
+    if foreign:
+        raise InputError(
+            f"gathered() takes parameters of this model, or modules of it; {len(foreign)} of {len(found)} are none"
+        )
+    return {part for part in found if isinstance(part, nn.Parameter)}
+
+
+# --- model state -----------------------------------------------------------------------------------------------------
 
 
 class _Replaced:
@@ -260,3 +416,46 @@ class ModelState:
                         f"load_state_dict() writes to {prefix + name}, which gathered() shows for reading: use "
                         "gathered(parameters, write=True), or load outside of it"
                     )
+
+
+# --- shared weights --------------------------------------------------------------------------------------------------
+# `SharedWeights`: attributes of modules that lie in the memory of a trained weight stay views of it under a plan.
+
+
+class SharedWeights:
+    """The attributes of a model that share memory with weights.
+
+    Args:
+        model: the model inside of the wrapper, before it is wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = dict(model.named_parameters())
+        found = {shared.name: shared for shared in find_shared_memory(model)}
+        tensors = plain_tensors(model) if found else ()
+        # Weakly: `torch.nn.utils.spectral_norm` replaces its attribute in each forward.
+        self._found = [(found[name], weakref.ref(tensor)) for name, tensor in tensors if name in found]
+
+    def attach(self, engine: Engine) -> None:
+        """Makes them views of where the engine's present plan has the weights."""
+        engine.read_unannounced.clear()
+        for chunk in engine.chunks:
+            chunk.attributes.clear()
+        for shared, attribute in self._found:
+            tensor = attribute()
+            if tensor is not None:
+                chunk, slot = engine.places[self._weights[shared.weight]]
+                of = partial(shared.of, offset=slot.offset)
+                with DisableTorchFunctionSubclass(), unmarked(), engine.cache.memory_of(chunk) as memory:
+                    chunk.attributes.append(Attribute(attribute, of, of(memory)))
+                chunk.show_attributes(None)
+                if chunk.plan.resident:
+                    engine.read_unannounced.append(chunk)
+
+    def give_back(self) -> None:
+        """Puts them back into the memory of their weights, unless that is on meta."""
+        with DisableTorchFunctionSubclass():
+            for shared, attribute in self._found:
+                tensor, weight = attribute(), self._weights[shared.weight]
+                if tensor is not None and not weight.is_meta:
+                    tensor.data = shared.of(weight.data, 0)
