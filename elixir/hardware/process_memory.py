@@ -41,11 +41,11 @@ HEAP_LOOK_SHARE = 0.015
 """Memory is given back at this share below the expected peak, since gradients come in large pieces.
 
 Source: with 0.02 the peaks of 41 runs in `benchmark/results/contract.csv` lay 0.95 % below what was expected."""
-LOOKS_APART_S = 1e-4
+LOOKS_APART_S = 3e-4
 """No look is needed so soon after the last, since a process gets few pages meanwhile.
 
-Source: two threads filled 0.3 MiB of new memory in it. A look takes 6 us, a fifth of a use of a small weight, which
-made two."""
+Source: two threads filled 0.3 MiB of new memory in a third of it. A look takes 6 us, which is as long as a fifth of a
+use of a small weight."""
 
 
 @dataclass(frozen=True)

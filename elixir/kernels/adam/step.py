@@ -41,7 +41,7 @@ from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-fPIC", "-shared",

@@ -11,9 +11,7 @@ from torch import nn
 
 import elixir
 from elixir.errors import InputError
-from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper import weights_io as model_state
-from elixir.wrapper import weights_io as whole_weights
+from elixir.wrapper import ElixirModule, ElixirOptimizer, weights_io
 from tests.common import inside
 
 ON_HOST = {"hardware": "cpu", "placement": "cpu", "device_memory": "1MiB", "host_budget": "64MiB", "assume": "nominal"}
@@ -110,13 +108,13 @@ def test_a_state_dict_of_a_part_gathers_no_more(monkeypatch: pytest.MonkeyPatch)
     wrapper, _ = wrapped()
     whole = wrapper.state_dict()
     gathered: list[int] = []
-    chunks = inside.chunks(wrapper)
+    chunks, gather = inside.chunks(wrapper), weights_io.whole
 
     def noted(engine: Any, chunk: Any, **more: Any) -> torch.Tensor:
         gathered.append(chunk.index)
-        return whole_weights.whole(engine, chunk, **more)
+        return gather(engine, chunk, **more)
 
-    monkeypatch.setattr(model_state, "whole", noted)
+    monkeypatch.setattr(weights_io, "whole", noted)
     part = wrapper.state_dict(only=lambda name, parameter: name.startswith("2."), dtype=torch.bfloat16)
     assert sorted(part) == ["2.bias", "2.weight", "count"]
     assert all(torch.equal(part[name], whole[name].bfloat16()) for name in ("2.bias", "2.weight"))
