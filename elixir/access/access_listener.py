@@ -1,4 +1,5 @@
-"""`AccessListener`: the interface through which tracer and runtime learn of uses of parameters."""
+"""`AccessListener`: the interface through which tracer and runtime learn of uses of parameters; and which torch
+functions use one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Pins = Sequence[int]
 class AccessListener(Protocol):
     """Learns of uses of parameters; tracer and runtime each implement it.
 
-    One that inherits it need not define what it has no use for: its weights stay where they are.
+    A listener that inherits from this class need not define methods for weights that come and go, if its own stay.
     """
 
     claims_saved: bool
@@ -24,7 +25,7 @@ class AccessListener(Protocol):
 
     def used(self, parameters: list[nn.Parameter], function: str) -> Pins:
         """Called before `function` reads `parameters` (each once, in argument order). Returns what `give_back` gets
-        after it; nothing where a module or a node that runs says how long they are needed."""
+        after it, or nothing if the running module or autograd node bounds how long they are needed."""
 
     def give_back(self, pins: Pins) -> None:
         """Called with what `used` has returned, when the function has returned or raised."""
@@ -49,8 +50,8 @@ class AccessListener(Protocol):
         """The parameter in whose memory a function's result begins, so that it must be tracked; otherwise None."""
 
     def used_through(self, parameter: nn.Parameter) -> None:
-        """Called before a view is read whose storage has no memory, though its parameter is in use: that is shown
-        elsewhere."""
+        """Called before a view is read whose storage has no memory though its parameter is in use: `gathered` shows the
+        parameter in other memory."""
         return
 
     def lends(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ class AccessListener(Protocol):
         return self.unpack(handle)
 
 
-# --- functions -------------------------------------------------------------------------------------------------------
+# --- what torch functions do -----------------------------------------------------------------------------------------
 # Sorts torch functions by what they do to their arguments: read values, write values, or read only metadata.
 
 

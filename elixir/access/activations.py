@@ -1,4 +1,6 @@
-"""Moves activations of units to host memory after forward, and brings them back one unit ahead of backward.
+"""Moves the activations of units to the host and back (`Swapping`), or makes them again (`Recomputation`).
+
+Moved ones go to host memory after forward, and come back one unit ahead of backward.
 
 Hooks for saved tensors around a unit see what autograd, or a checkpoint, keeps of it. Weights are claimed first, by the
 hooks of the interception. The same code runs in a trace and in a run; a `Mover` makes the copies.

@@ -1,4 +1,5 @@
-"""Reads the state of autograd on this thread, and hooks into the tensors that it saves."""
+"""Reads the state of autograd on this thread, hooks into the tensors that it saves, and differentiates by tracked
+parameters."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def hooks_over(
 
     keep, give = outer if outer is not None else (_Kept, _Kept.tensor_if_unchanged)
     claims = listener.pack
-    # A checkpoint has to get the same tensors again as in forward, and a weight that its function was given may come
-    # back as one that announces nothing.
+    # A checkpoint expects the same saved tensors when its function runs again, so all go to its hooks. A weight among
+    # the arguments of the function may come back without the class that announces uses.
     keeps = outer is not None and not _are_of_checkpoint(outer)
 
     def pack(tensor: torch.Tensor) -> Any:

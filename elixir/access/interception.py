@@ -289,7 +289,7 @@ class Interception:
             opened.hooks = hooks_over(self._listener, outer, _track, around_compiled=self._around_compiled)
             opened.hooks.__enter__()
         weights = self._units.get(module)
-        # In forward, a unit that checkpoints itself runs before its checkpoint enters it.
+        # A unit that checkpoints itself is entered twice in forward: by its call, and by its checkpoint inside of that.
         begins = weights is not None and all(each.module is not module for each in running)
         running.append(opened)
         self._listener.entered(module)

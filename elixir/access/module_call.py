@@ -1,4 +1,8 @@
-"""`ModuleCall`: what a listener does before and after a module's call; and a unit's weights meanwhile."""
+"""`ModuleCall`: what a listener does before and after a module's call; and a unit's weights meanwhile.
+
+`OwnCheckpoint` and `FastPath` are for modules whose call is not all: those that checkpoint themselves, and those that
+PyTorch computes in one operator.
+"""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def same_memory(item: torch.Tensor, other: Any) -> bool:
     )
 
 
-# --- storage listeners -----------------------------------------------------------------------------------------------
+# --- who listens to a storage ----------------------------------------------------------------------------------------
 # The listeners to reads of storages whose memory comes and goes, by which views of weights are known.
 
 

@@ -280,7 +280,7 @@ class Saving:
         self._shares = user.states.group  # not the module: who keeps a save that has ended must not keep its memory
         self._states = captured.state_slices
         self.nbytes = _bytes_of(self._states + whole_slices(captured.own_tensors))
-        """Bytes of tensors that this rank writes; of replicas, less its states once another is known to write them."""
+        """Bytes of tensors that this rank writes. States that another replica writes count until that is known."""
         self.snapshot = Snapshot(captured.readers, pool, user.states.device)
         self._ended = threading.Event()
         self._outcome: Loaded | CheckpointError  # once it has ended

@@ -177,7 +177,7 @@ class SharedFolder:
     def clean_up(self) -> str | None:
         """Ends commits that were cut off and removes what they left, before a save.
 
-        The id of the checkpoint there, if there is one.
+        Returns the id of the checkpoint there, or None.
         """
         mine = [each.id for each in known_indexes(self.folder, self.files)] if self.leads else None
         common = newest_of_all(each for each in self.group.exchange(mine) if each is not None)
@@ -210,8 +210,8 @@ class SharedFolder:
             written: by this rank.
 
         Raises:
-            CheckpointError: another save into this folder has removed them, for which they were left of a save that
-                was cut off.
+            CheckpointError: another save into this folder has taken them for the files of a save that was cut off, and
+                has removed them.
         """
         for each in written:
             if not os.path.lexists(self.folder / each.name):

@@ -58,7 +58,7 @@ def rank_mark(checkpoint_id: str, rank: int) -> str:
 
 
 def shared_file(checkpoint_id: str) -> str:
-    """Name of the file for what rank 0 writes for all: buffers, and tensors of the user's state."""
+    """Name of the file for what one rank of each folder writes for all: buffers, and tensors of the user's state."""
     return f"{checkpoint_id}-shared.safetensors"
 
 
@@ -106,7 +106,7 @@ def commit(folder: PathLike, index: Index, *, files: Files = FILES) -> None:
     try:
         if replacing:
             files.link(current, previous)
-        # Files must not lack their names when the index names them, nor the index before this one when it is replaced.
+        # The index must not name files whose names are not on the disk yet, nor replace the one before it too early.
         files.sync_folder(folder)
         files.write_whole(current, text)
         files.sync_folder(folder)
@@ -192,7 +192,7 @@ def abandon(folder: PathLike, checkpoint_id: str, *, files: Files = FILES) -> No
 def remove_checkpoint(folder: PathLike, *, files: Files = FILES) -> bool:
     """Removes a checkpoint: the index first, so that no index ever names files that are gone. Foreign files stay.
 
-    Whether the folder is gone as well.
+    Returns whether the folder is gone as well.
     """
     for name in (PREVIOUS_NAME, INDEX_NAME):
         files.remove(os.path.join(os.fspath(folder), name), missing_ok=True)

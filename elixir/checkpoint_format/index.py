@@ -1,4 +1,7 @@
-"""The index of a checkpoint: one JSON file that names all others. What no index names is no part of any checkpoint."""
+"""The index of a checkpoint: one JSON file that names all others. What no index names is no part of any checkpoint.
+
+It also holds the user's small values, as `encode` writes them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from elixir.checkpoint_format.slices import CHECKSUM_KIND, SAFETENSORS_NAMES, ST
 from elixir.errors import ArtifactError, CheckpointCorrupt, CheckpointError, InputError
 from elixir.units import MIB, dtype_name
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- the user's values -----------------------------------------------------------------------------------------------
 # The user's small values as JSON and back, exactly: tags for what JSON lacks, and nothing that could run code.
 #
 # Plain JSON stands for itself. Other values are objects with one tag, ``{"$": kind, ...}``. Tensors and arrays are not
@@ -284,7 +287,7 @@ class SavedGroup:
     names: tuple[str, ...]
     """Names of its parameters, in order."""
     options: Any
-    """Options such as the learning rate, encoded by `values.encode`: a dict by name."""
+    """Options such as the learning rate, encoded by `encode`: a dict by name."""
 
 
 @dataclass(frozen=True)
@@ -318,23 +321,23 @@ class Index(Artifact):
     steps: dict[str, int]
     """Parameter -> how many updates it has had. Those without states are not in it."""
     scalars: dict[str, Any]
-    """Parameter -> its other states that are no tensors over its elements, by kind, as `values.encode` gives them: a
+    """Parameter -> its other states that are no tensors over its elements, by kind, as `encode` gives them: a
     number, or (dtype, number) for a tensor without dimensions."""
     aliases: dict[str, str]
     """Other names of tied parameters and buffers -> the name under which they are saved."""
     param_groups: tuple[SavedGroup, ...]
     optimizers: dict[str, Any]
-    """Name of an optimizer -> what else it goes on from, as `values.encode` gives it: its class, and the like."""
+    """Name of an optimizer -> what else it goes on from, as `encode` gives it: its class, and the like."""
     has_frozen: bool
     """Whether parameters that are not trained are saved; otherwise loading leaves them as they are."""
     loss_scale: Any
-    """State of the loss scale, encoded by `values.encode`; None without one."""
+    """State of the loss scale, encoded by `encode`; None without one."""
     rng: tuple[Any, ...]
-    """State of the random number generators of every rank, as `values.encode` gives it; empty where it is not saved."""
+    """State of the random number generators of every rank, as `encode` gives it; empty where it is not saved."""
     rank_values: tuple[dict[str, Any], ...]
     """Values of every rank that the others do not have; may be empty."""
     values: dict[str, Any]
-    """The rest of the user's state, as `values.encode` gives it."""
+    """The rest of the user's state, as `encode` gives it."""
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):

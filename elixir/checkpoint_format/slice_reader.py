@@ -1,4 +1,5 @@
-"""Reads any range of any tensor of a checkpoint, span by span, and checks every span that it touches."""
+"""`SliceReader`: reads any range of any tensor of a checkpoint, span by span, and checks every span that it touches;
+`SavedCheckpoint`: shows what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -408,7 +409,7 @@ class SavedCheckpoint(SliceReader):
         return tuple(self.index.values)
 
     def decoded(self, data: Any, key: str) -> Any:
-        """Decodes a value of the index that `values.encode` made; `key` names it in errors."""
+        """Decodes a value of the index that `encode` made; `key` names it in errors."""
         return decode(data, self._stored, path=self.folder / INDEX_NAME, key=key)
 
     def _stored(self, key: str) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Files of flat slices: safetensors layout, written piece by piece in any order, with a checksum of every span.
+"""Tensors of a checkpoint and the files of flat slices that hold them: safetensors layout, written piece by piece in
+any order, with a checksum of every span.
 
 The header comes first and is known beforehand, because sizes are. Its ``DCP_SHARDING_INFO`` says where in the flattened
 tensor each slice begins, so that torch's `HuggingFaceStorageReader` reads all files of a folder as flat tensors.
@@ -202,7 +203,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of slices that is written and synchronised; rank 0 makes the index from those of all ranks."""
+    """A file of slices that is written and synchronised; the index is made from those of all ranks."""
 
     name: str
     nbytes: int

@@ -115,7 +115,7 @@ class Attribute:
     of: Callable[[torch.Tensor], torch.Tensor]
     """Gives the view over memory that holds the gathered weights."""
     home: torch.Tensor
-    """The view over where they are whenever they are there."""
+    """The view over the memory that holds them once they are gathered."""
 
 
 def become_real(parameter: nn.Parameter, value: torch.Tensor) -> None:

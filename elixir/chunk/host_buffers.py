@@ -10,6 +10,8 @@ that takes one comes after the last work that uses it.
 
 So a slow lane holds up the work that fills its buffers, and nothing else. A kind is used by one thread at a time, but
 for `HostBuffers.lend_inside`.
+
+`HostMover` moves activations through them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ which is all its order among lanes, and gives a `Ticket`. `Ticket.wait` makes th
 `Ticket.synchronize` makes the *calling thread* wait. On CUDA a lane is a stream and a ticket an event, so neither
 compute nor the host stops where it need not. On the CPU a lane is a worker thread, with an optional emulated link (so
 many bytes per second) and random delays, so that overlap can be measured and races shaken out without a GPU.
+
+What moves adds to one `StepCounts`, of which reports are made.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Lane(Protocol):
             reads: memory that the work reads. If the last work that writes it has failed, this work fails, too.
             writes: memory that it writes. What is changed in place is read and written.
             nbytes: what it moves; an emulated link takes its time for so many bytes.
-            despite_errors: the work runs whether or not what it reads is right, and looks for itself.
+            despite_errors: the work runs even if work that wrote what it reads has failed, and checks that itself.
         """
         filling, using = order(reads, writes)
         if despite_errors:
@@ -120,8 +122,8 @@ class Lane(Protocol):
         """Lets the work of this lane that comes next wait for work of another."""
 
     def _follow_all(self, filling: Sequence[Ticket], using: Sequence[Ticket]) -> None:
-        """Lets it wait for all, and only then raises the first error of `filling`: what uses the same memory next waits
-        for this work alone."""
+        """Lets it wait for all, and only then raises the first error of `filling`. Work that uses the same memory next
+        waits for this work alone, so this work must not end before the others."""
         for earlier in (*filling, *using):
             self._follow(earlier)
         for earlier in filling:

@@ -5,6 +5,8 @@ order. What reads comes after the last work that writes, and fails if that has f
 before it, whether or not they have failed. Memory that is changed in place is read and written.
 
 `Memory.wait` and `Memory.synchronize` are for compute and for threads, which use memory, too.
+
+`Arena` makes and counts memory, of pages that `pinned_zeros` and `host_zeros` make; `BlockPool` has that of the rCache.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def _forget_last_error() -> None:
         torch.zeros(1, device="cuda").add_(1)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory and its users --------------------------------------------------------------------------------------------
 
 
 class Ticket(Protocol):
@@ -173,8 +175,9 @@ class Fate:
 
     error: BaseException | None = None
     drained = 0
-    """How often all work was over, and its error known. Nobody who waits for work of before learns of its error any
-    more, and what it should have written counts as written: it has the values of before, or some of each."""
+    """How often `Lanes.drain` has waited for all work and reported its errors. Errors of work that was submitted before
+    the last time are not raised again. Memory that such work should have written counts as written: it has old values,
+    or old and new ones."""
 
     def meet(self, error: BaseException | None) -> None:
         """Notes the error of some work, if it has one."""
@@ -184,7 +187,7 @@ class Fate:
             self.error = error
 
     def check(self, ticket: Ticket) -> None:
-        """Raises the error of work that is over, if it has failed and that is not known."""
+        """Raises the error of work that is over, unless `Lanes.drain` has reported it."""
         if ticket.error is not None and ticket.drained == self.drained:
             raise as_first(ticket.error)
 

@@ -236,8 +236,8 @@ class RCache:
 
     @contextlib.contextmanager
     def memory_of(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The memory in which a chunk's gathered weights lie whenever they are there, to make views of it; marked if it
-        comes and goes. Nothing is in the blocks."""
+        """Gives the memory in which a chunk's gathered weights lie, to make views of it; it is marked if it comes and
+        goes. Nothing may be in the blocks."""
         if chunk.weights is not None:
             yield chunk.weights
             return
@@ -296,7 +296,7 @@ class RCache:
         end = self._backward_from if self._together and not backward else len(self._required)
         position = self._next_with(wanted, self._position + 1, end, _LOOKAHEAD if near else None)
         if position is not None:
-            # On the way through a joined run, its later positions must not evict what the earlier ones have loaded.
+            # If several positions together load what is wanted, later ones must not evict what earlier ones load.
             joined = () if wanted <= self._required[position] else wanted
             self._pin(joined, 1)
             try:
@@ -316,8 +316,8 @@ class RCache:
 
     def _next_with(self, wanted: frozenset[int], start: int, end: int, most: int | None = None) -> int | None:
         """The first position from `start` to `end` that requires `wanted`, among the first `most` that require any; or
-        the last of a joined run: successive ones that together require `wanted` and nothing else, as those of a layer
-        that was compiled after it was planned."""
+        the last of successive positions that together require `wanted` and nothing else, such as those of a layer that
+        was compiled after it was planned."""
         first = bisect_left(self._streaming, start)
         # The chunks before belong to it as well: what ends one layer may begin the next.
         met = wanted & self._required[start - 1] if start else frozenset()
@@ -398,7 +398,8 @@ class RCache:
         residents = list(self._filled)
         strangers = [index for index in residents if index not in self._known and not self._chunks[index].pins]
         if self._together and not strangers:
-            # Pins follow from this rank's data. In order they never hinder; elsewhere all ranks must agree.
+            # Which chunks are pinned follows from this rank's data. While the order is followed, no pin blocks an
+            # eviction; elsewhere all ranks must agree.
             first = self._view.victim()
             if first is not None and self._chunks[first].pins:
                 self._agree(f"chunk {first}, which stays in its block though the order needs it")

@@ -124,7 +124,7 @@ class StateWindow:
         """Steps whose write has not been given to the lane: reads of what comes next go first."""
         self._keeping = False
         self._held: tuple[StoredStates, Memory] | None = None
-        """The extent that is at hand, or was at hand last, and its buffer."""
+        """The extent that is in memory for code outside of steps, or was last, and its buffer."""
 
     @property
     def lost(self) -> DiskError | None:

@@ -1,4 +1,5 @@
-"""`Calls`: enters a context around each outermost call of one of several models, by whatever method it comes."""
+"""Surrounds calls of the model: `Calls` enters a context around each outermost one, `prepare_forward` is the door
+of every forward, `refuse_addresses` explains errors of code that calls no operator."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Calls:
             self._threads.discard(thread)
 
 
-# --- late units ------------------------------------------------------------------------------------------------------
+# --- before a forward ------------------------------------------------------------------------------------------------
 # Before a forward: refuses one that cannot run, and brings changes of the plan or of the model into force.
 
 
@@ -145,7 +146,7 @@ def follow_changes(engine: Engine) -> None:
     engine.listen()
 
 
-# --- address errors --------------------------------------------------------------------------------------------------
+# --- errors of a forward ---------------------------------------------------------------------------------------------
 # Explains errors of code that takes the address of a weight's elements without calling an operator.
 
 

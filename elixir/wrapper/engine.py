@@ -98,7 +98,7 @@ class Engine:
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins, or a pass of several micro-batches."""
         self.read_unannounced: list[Chunk] = []
-        """Resident chunks of whose weights attributes of modules are views: nothing waits for updates at their reads.
+        """Resident chunks that attributes of modules are views of. No read of such a view waits for updates; steps do.
         """
         self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
         """Returns the host memory of this rank that is free and that no step takes."""

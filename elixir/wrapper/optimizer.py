@@ -2,7 +2,7 @@
 
 The rule of the user's class steps this rank's shard of each chunk: master weights for weights of low precision, the
 weights themselves in float32. Elementwise optimizers give the same numbers on a shard as on whole tensors, so a
-parameter group may span chunks and ranks.
+parameter group may span chunks and ranks. `check_given` and `families_of` judge an optimizer before it is wrapped.
 """
 
 from __future__ import annotations

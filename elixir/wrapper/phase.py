@@ -1,4 +1,4 @@
-"""The phase of a step: what a rank is doing, and the allowed changes between phases."""
+"""The phase of a step: what a rank is doing, and the allowed changes between phases; and the errors that end a run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class StepPhase:
         hold_back()
 
 
-# --- run errors ------------------------------------------------------------------------------------------------------
+# --- errors that end a run -------------------------------------------------------------------------------------------
 # `RunErrors`: the errors that end a run, or wait for a load, and the calls that raise them.
 #
 # A lane fails while the program does something else, and a disk fails on one rank while others go on. Training ends

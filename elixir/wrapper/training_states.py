@@ -1,6 +1,6 @@
 """`TrainingStates`: the view of a running module and its optimizers that checkpoints save and load.
 
-It is the only door between the runtime and checkpoints.
+Checkpoints reach states and weights of a run through it alone.
 """
 
 from __future__ import annotations

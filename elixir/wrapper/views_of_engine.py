@@ -1,4 +1,4 @@
-"""`AnyStepper` and `RunningPass`: the engine's views of what is built on it."""
+"""`AnyStepper`, `RunningPass` and `StateReader`: the engine's views of what is built on it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RunningPass(Protocol):
         """Takes a part of a gradient that is to be summed in another order; returns whether it is one."""
 
 
-# --- state reader ----------------------------------------------------------------------------------------------------
+# --- who reads states ------------------------------------------------------------------------------------------------
 # `StateReader`: reads the states of a run while training goes on, such as a checkpoint that is being written.
 
 

@@ -135,7 +135,7 @@ class WeightUses(AccessListener):
         self._chunks = chunks
         self._places = places
         self._together: dict[int, _Unit] = {}
-        """The unit of a parameter that is fetched as one, by the `id` of the parameter; one that has several, any."""
+        """The unit that is fetched as one, by the `id` of a parameter; any of those that have the parameter."""
         self._units: dict[frozenset[int], _Unit] = {}
         """The units by the `id`s of their parameters."""
         self.claims_saved = moves or not all(chunk.plan.resident for chunk in chunks)
@@ -185,7 +185,7 @@ class WeightUses(AccessListener):
         self.order_compute()
         self.used_in_pass(parameters)
         state = self._state()
-        # None of only some of its weights, as its backward reads them.
+        # A unit announces all its weights at once; a node of its backward, which reads only some, is no unit.
         unit = self._units.get(frozenset(map(id, parameters))) if self._units else None
         chunks = unit.chunks if unit else dict.fromkeys(self._places[parameter][0] for parameter in parameters)
         streamed: list[int] = []

@@ -1,4 +1,7 @@
-"""The gradient of one chunk on one rank: who holds it, and the only ways from one holder to the next."""
+"""The gradient of one chunk on one rank: who holds it, and the only ways from one holder to the next.
+
+`PartNorms` are the norms of its parts; `GradientBlocks` is the memory in which gradients arrive.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from elixir.chunk.memory import Arena, Memory
 from elixir.errors import StateError
 from elixir.torch_private import foreach_norm
 
-# --- part norms ------------------------------------------------------------------------------------------------------
+# --- norms of its parts ----------------------------------------------------------------------------------------------
 # Norms of single gradients: summed where a gradient is, and for what leaves for the host, before it leaves.
 #
 # Clipping needs the norm of all gradients. Read from the host after backward, they would keep the device, the link and
@@ -114,8 +117,8 @@ class GradState(enum.Enum):
     """Holder of a chunk's gradient on this rank."""
 
     NONE = "nowhere"
-    """No memory holds it. A shard on the host keeps its memory, whose values mean nothing, unless the plan foresees no
-    gradient and none has come; one on the device has none, so that activations have room."""
+    """No memory holds it. A shard on the device has no memory then, so that activations have room. A shard on the host
+    keeps its memory, whose values mean nothing; it has none if the plan foresees no gradient and none has come."""
     ARRIVING = "arriving"
     """A gradient block holds what has come in this backward. Nothing is at home."""
     HOME = "at home"

@@ -8,8 +8,8 @@ Several ranks send their chunks in one order that all share, whatever their data
 its gathers a chunk's reduction comes. A chunk that is complete waits for its place. One that is not when its place
 comes is sent as it is, zeros for what is missing. Gradients that arrive later still, which takes another order of
 execution than the traced one, and those of a chunk that gets none in the traced step, leave their block for the home
-of the states. Each rank keeps them there until the next backward that sends the chunk, or until the optimizer steps,
-before which all ranks learn of them. From then on every backward sends the chunk.
+of the states. There each rank keeps them to itself, unreduced, until the next backward that sends the chunk, or until
+the optimizer steps, before which all ranks learn of them. From then on every backward sends the chunk.
 
 Replicas sum their gradients once per step: in the last backward that it is planned with, or before the optimizer steps.
 """

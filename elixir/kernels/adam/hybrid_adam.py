@@ -1,4 +1,4 @@
-"""`HybridAdam`: Adam for parameters anywhere, in any precision."""
+"""`HybridAdam`: Adam for parameters anywhere, in any precision; its states may live on a disk (`DiskStates`)."""
 
 from __future__ import annotations
 

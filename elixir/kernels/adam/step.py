@@ -1,4 +1,7 @@
-"""One Adam step over a flat shard, in place or into other memory: by the C++ kernel once it is there, before eager."""
+"""`adam_step`: one Adam step over a flat shard, in place or into other memory.
+
+The C++ kernel makes it once a thread has compiled it; until then, or without a compiler, `eager_step` does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from elixir.kernels.adam.eager import IN_PIECES, eager_step, rule_step
 from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, moment_numel, noise_seed, write_moments
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 
-# --- native ----------------------------------------------------------------------------------------------------------
+# --- the C++ kernel --------------------------------------------------------------------------------------------------
 # The host's Adam kernel: a C++ file that the machine's compiler compiles for one combination of dtypes, in a thread.
 #
 # It steps in place, or writes new states elsewhere and leaves the old ones as they are, in one pass over memory. It is

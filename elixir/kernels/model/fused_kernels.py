@@ -4,7 +4,8 @@
 names providers by kind, such as ``{"cross_entropy": "plain", "swiglu": "xformers"}``; the variable
 ``ELIXIR_FUSED_KERNELS`` overrides it: ``rms_norm=apex,swiglu=plain``, or ``0`` for none at all.
 
-Everything is put in per instance, and `remove` takes it off again: nothing of a class or of a library stays changed.
+`ROWS` are the layers of libraries. Everything is put in per instance, and `remove` takes it off again: nothing of a
+class or of a library stays changed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ product: it is rounded once, as in the plain form, and needs no float32 accumula
 rather than making gradients in forward lets the incoming gradient (with it a loss scale) enter before anything is
 rounded to low precision, keeps no gradient of the weight's size between forward and backward, and lets backward run
 twice.
+
+`DeferredLogits` bring it into models that somebody else wrote.
 """
 
 from __future__ import annotations

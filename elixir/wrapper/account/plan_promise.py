@@ -1,4 +1,5 @@
-"""`PlanPromise`: the memory of this machine that one plan at work may take, among the reservations of the process."""
+"""`PlanPromise`: the memory of this machine that one plan at work may take, among the reservations of the process; and
+what state dicts take of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StepReport`: a step compared with the prediction of its plan."""
+"""`StepReport`: a step, as `StepClock` has timed it, compared with the prediction of its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Assembles chunks from a model and a plan, one parameter at a time, so that no weight is held twice."""
+"""Lets all ranks agree on a plan, and assembles its chunks from a model, one parameter at a time, so that no weight is
+held twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`Origins`: remembers where a model's tensors were before wrapping, and brings them back."""
+"""`Origins`: remembers where a model's tensors were before wrapping, and brings them back. `SharedBuffers`: lets all
+ranks have rank 0's buffers."""
 
 from __future__ import annotations
 

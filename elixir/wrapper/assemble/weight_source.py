@@ -1,6 +1,7 @@
 """`WeightSource`: where a model's weights come from: its own memory, a state dict, files, or its own initialisation.
 
 It gives one parameter at a time, so that a model built on meta never exists as a whole on any rank.
+`OwnInitialisation` gives those that no file and no memory has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """`MicroBatch`: one micro-batch's call of the user's function, on a thread of which only one runs at a time.
+`GradientStages`: when a gradient is whole in a pass.
 
 Threads, since the user's function may stop anywhere inside of the model's forward, and PyTorch keeps its modes, hooks
 and autograd's numbering per thread.

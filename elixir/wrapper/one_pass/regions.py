@@ -25,7 +25,7 @@ from elixir.access.autograd import innermost_saved_tensors_hooks
 from elixir.errors import InputError
 from elixir.torch_private import dispatch_mode_count, function_mode_count, sequence_number, tree_flatten, tree_unflatten
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings of a thread --------------------------------------------------------------------------------------------
 # Settings that PyTorch keeps per thread, and states of its generators, to be set again on another thread or later.
 
 

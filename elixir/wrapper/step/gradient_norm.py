@@ -1,4 +1,5 @@
-"""`GradientNorm`: the global norm of gradients on any device, and the factor that clips it."""
+"""`StepGradients`: which gradients the next step has. `GradientNorm`: their global norm on any device, and the factor
+that clips it."""
 
 from __future__ import annotations
 

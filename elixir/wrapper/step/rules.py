@@ -1,6 +1,7 @@
 """`Rule`: steps the `States` of a shard. `AdamRule` is Adam in one pass over memory, `ClassRule` the user's class.
 
-`elixir.wrapper.step.matrix_rule` has the third, over whole matrices. `UserOptimizer.rule_for` chooses.
+An `EarlyUpdate` is a step of a rule into a second set of states. `elixir.wrapper.step.matrix_rule` has the third rule,
+over whole matrices. `UserOptimizer.rule_for` chooses.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class EarlyUpdate:
 BY_CLASS = "by its class"
 """The form of a step by the user's own class."""
 _FIRST_NUMEL = 2**20
-"""Elements of a piece of a first step, in which a class makes states: they are there twice for one piece only."""
+"""Elements of a piece of a first step, in which a class makes states. They are copied piece by piece, so that memory
+has them twice for one piece only."""
 
 
 class Rule(Protocol):

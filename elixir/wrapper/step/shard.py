@@ -1,4 +1,5 @@
-"""`Shard`: one optimizer's part of one chunk on this rank: states, a second set, gradients, writes to weights."""
+"""`Shard`: one optimizer's part of one chunk on this rank: states, a second set, gradients, writes to weights;
+`Shards`: all of one optimizer."""
 
 from __future__ import annotations
 

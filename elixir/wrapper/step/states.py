@@ -3,7 +3,7 @@
 Elementwise states of a kind, such as ``exp_avg``, lie in one flat tensor, in the order in which the shard has the
 elements, wherever the shard's states live. Counts of steps and other numbers belong to a parameter as a whole. A rule
 (`elixir.wrapper.step.rules`) says which kinds there are, and steps them. All that saves, loads, moves or copies states
-does it here, whatever the rule.
+does it here, whatever the rule. A `Segment` is the part of one parameter in a shard.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class States:
         self.kinds, self._ranges, self._make = dict(kinds), ranges, make
         self._stored, self._number = stored, number
         self._numel = sum(each.stop - each.start for each in ranges)
-        # By place of a segment, the elements of the shard before it that have no states.
+        # Place of a segment -> how many elements of the shard before it have no states.
         self._without_states = {segment.place: _numel_outside(ranges, segment.start) for segment in segments}
         self.tensors: dict[str, torch.Tensor] = {}
         """Kind -> all its elements; only those that exist by now."""

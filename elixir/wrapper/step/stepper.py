@@ -229,10 +229,10 @@ class Stepper:
     def _update(self, factor: Factor, options: list[dict[str, Any]], *, in_place: bool) -> None:
         """Updates all shards.
 
-        Shards of the host go first, so that CPU Adam begins while this thread submits the others; but after those of
-        the device that ranks exchange, which would wait for the exchanges of the host. If the norm is still
-        on the device, this thread first submits the shards that accept the factor as a tensor, then waits for the
-        number.
+        The order: shards on the device whose ranks exchange matrices, since they would otherwise wait for the exchanges
+        of the host; then all shards on the host, so that CPU Adam runs while this thread submits the rest; then the
+        rest. If the norm is still on the device, this thread first submits the shards that accept the factor as a
+        tensor, then waits for the number.
         """
         engine, order = self._engine, ((True, "device"), (True, "host"), (False, "host"), (False, "device"))
         shards = sorted(self.shards, key=lambda it: order.index((it.rule.turn is not None, it.chunk.plan.update_home)))

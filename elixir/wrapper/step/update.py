@@ -7,7 +7,8 @@ How a shard is updated follows from the home of its chunk, and is decided in `up
 * states on a disk: CPU Adam steps them in a buffer of the window, between a read and a write of the disk's lane;
 * updated early: `update_early` has submitted the step during backward; `update` keeps its result or steps again.
 
-`UserOptimizer.rule_for` has chosen whether the user's class steps a shard, or Adam in one pass.
+`UserOptimizer.rule_for` has chosen whether the user's class steps a shard, or Adam in one pass; `EarlyUpdates` chooses
+the chunks that are updated early.
 """
 
 from __future__ import annotations
