@@ -166,7 +166,7 @@ class _Part:
 
 
 @dataclass
-class Together:
+class Answers:
     """Values that ranks exchange after some work; see `Saves.together`."""
 
     mine: Any = None
@@ -215,7 +215,7 @@ class Saves:
         return error
 
     @contextlib.contextmanager
-    def together(self, what: str, caught: tuple[type[Exception], ...] = (Exception,)) -> Iterator[Together]:
+    def together(self, what: str, caught: tuple[type[Exception], ...] = (Exception,)) -> Iterator[Answers]:
         """Surrounds work that all ranks do while no save is under way, and exchanges a value after it. If the work
         raises on some rank, whatever it is, all ranks raise the error of the first such rank.
 
@@ -226,7 +226,7 @@ class Saves:
         Raises:
             CheckpointError: the ranks have lost each other.
         """
-        found, problem = Together(), None
+        found, problem = Answers(), None
         try:
             yield found
         except caught as error:

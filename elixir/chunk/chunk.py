@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir.access.placeholders import absent, storage_of, unmarked
 from elixir.chunk.lanes import closed
-from elixir.chunk.memory import Block, Memory, Ticket, written
+from elixir.chunk.memory import ChunkStorage, Memory, Ticket, written
 from elixir.chunk.state_window import StoredStates
 from elixir.chunk.weight_files import FileShard
 from elixir.errors import InputError, StateError, few
@@ -90,7 +90,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardPart:
     """The part of a parameter that this rank's shard has."""
 
     slot: Slot
@@ -185,7 +185,7 @@ class Chunk:
         self.state = ChunkState.HOME
         self.pins = 0
         """How many scopes and autograd nodes are using the block; it cannot be evicted meanwhile."""
-        self.block: Block | None = None
+        self.block: ChunkStorage | None = None
         """The storage of a streamed chunk's gathered weights, filled while they are in the cache. A chunk that has
         become resident keeps it empty, for views that are alive."""
         self.states, self.second = Memory(), Memory()
@@ -253,12 +253,12 @@ class Chunk:
             raise StateError(f"rank {self.rank}: chunk {self.index} has no weights yet")
         return self.weights[self.mine]
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> Iterator[ShardPart]:
         for place, slot in enumerate(self.slots):
             begin = max(slot.offset - self.shard_start, 0)
             stop = min(slot.offset + slot.numel - self.shard_start, self.shard_numel)
             if begin < stop:
-                yield Held(slot, place, self.shard_start + begin - slot.offset, slice(begin, stop))
+                yield ShardPart(slot, place, self.shard_start + begin - slot.offset, slice(begin, stop))
 
     @property
     def weight_bytes(self) -> int:
@@ -353,7 +353,7 @@ class Chunk:
     def exchange_state(self, master: torch.Tensor, weights: torch.Tensor | None) -> None:
         """Replaces the states of this rank's shard by other memory, in which a step has made new ones.
 
-        Whatever else views the states belongs to the chunk's optimizer (`Shard.end_early`), which calls this.
+        Whatever else views the states belongs to the chunk's optimizer (`SteppedShard.end_early`), which calls this.
 
         Args:
             master: holds what the optimizer steps: masters, or the weights themselves.

@@ -419,7 +419,7 @@ class Arena:
 # operator that reads one while the storage is empty meets the mark (`elixir.access.placeholders`).
 
 
-class Block:
+class ChunkStorage:
     """The gathered weights of one streamed chunk, whose memory comes and goes.
 
     Args:
@@ -464,20 +464,20 @@ class BlockPool:
         """How many blocks are free."""
         return len(self._free)
 
-    def block(self, numel: int, dtype: torch.dtype) -> Block:
+    def block(self, numel: int, dtype: torch.dtype) -> ChunkStorage:
         """Makes an empty block for a chunk."""
-        made = Block(numel, dtype, self._free[-1])
+        made = ChunkStorage(numel, dtype, self._free[-1])
         move_memory(made.storage, self._free[-1].untyped_storage())
         return made
 
-    def fill(self, block: Block) -> None:
+    def fill(self, block: ChunkStorage) -> None:
         """Gives a block memory, whose contents are not defined."""
         if not self._free:
             raise StateError(f"all {self.count} rCache blocks are taken")
         self._taken.append(self._free.pop())
         move_memory(self._taken[-1].untyped_storage(), block.storage)
 
-    def empty(self, block: Block) -> None:
+    def empty(self, block: ChunkStorage) -> None:
         """Takes the memory, whose contents nobody needs."""
         if self._poison:
             block.flat.view(torch.uint8).fill_(0xFF)  # NaN in every dtype

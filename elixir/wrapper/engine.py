@@ -45,7 +45,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, RunErrors, StepPhase
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.views_of_engine import AnyStepper, RunningPass, StateReader
-from elixir.wrapper.weight_uses import Frozen, WeightUses, ignored
+from elixir.wrapper.weight_uses import ForwardOnly, WeightUses, ignored
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Engine:
         """By chunk, states on a disk under the previous plan, until the optimizers have taken them over."""
         self.chunks: list[Chunk] = []
         self.access: Interception | None = None
-        self._handles: list[Frozen] = []
+        self._handles: list[ForwardOnly] = []
         self.recomputation = Recomputation(model, ())
 
     # --- the plan ----------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Engine:
             backward_runs=backward_runs,
             keeps=weakly(self._kept_by_pass),
         )
-        self._handles = [Frozen(self.model)] if plan.step.forward else []
+        self._handles = [ForwardOnly(self.model)] if plan.step.forward else []
         for parameter, chunk in self._counted():
             parameter.__class__ = CountedParameter
             parameter.elixir_lends = chunk.lend  # type: ignore[attr-defined]

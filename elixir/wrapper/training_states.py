@@ -20,7 +20,7 @@ from elixir.models.quantised import first_inside
 from elixir.wrapper.engine import engine_of
 from elixir.wrapper.module import ElixirModule
 from elixir.wrapper.optimizer import ElixirOptimizer, stepper_of
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 from elixir.wrapper.step.states import (
     SCALE_SUFFIX,
     Find,
@@ -49,7 +49,7 @@ class ChunkStates:
         shards: the shards of the chunk, one per optimizer.
     """
 
-    def __init__(self, chunk: Chunk, shards: Sequence[Shard]) -> None:
+    def __init__(self, chunk: Chunk, shards: Sequence[SteppedShard]) -> None:
         self.chunk, self.shards = chunk, tuple(shards)
         self._updated = chunk.updates
         self._written = [] if chunk.stored is None else written(chunk.stored.on_disk)

@@ -77,7 +77,7 @@ def incomplete_gradient(name: str) -> InputError:
     )
 
 
-class Frozen:
+class ForwardOnly:
     """Freezes a model that only runs forward, until `remove`: a graph would keep activations that no plan counts."""
 
     def __init__(self, model: nn.Module) -> None:

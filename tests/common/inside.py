@@ -42,7 +42,7 @@ from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.one_pass.one_pass import OnePass
 from elixir.wrapper.optimizer import stepper_of
 from elixir.wrapper.phase import Phase, StepPhase
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 
 if TYPE_CHECKING:
     from elixir.microbench.bench import Effort
@@ -119,7 +119,7 @@ def transitions(of: type) -> Mapping[Any, Collection[Any]]:
     }[of]
 
 
-def shards(of: ElixirModule | ElixirOptimizer) -> list[Shard]:
+def shards(of: ElixirModule | ElixirOptimizer) -> list[SteppedShard]:
     """The shards that an optimizer steps; of a module, those of its first optimizer."""
     stepper: Any = stepper_of(of) if isinstance(of, ElixirOptimizer) else engine_of(of).steppers[0]
     return list(stepper.shards)

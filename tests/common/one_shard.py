@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Held, Slot
+from elixir.chunk.chunk import ShardPart, Slot
 from elixir.chunk.memory import Memory
 from elixir.memory_order import Order, flattened
 from elixir.plan.chunk_plan import ParamSlot
@@ -68,7 +68,7 @@ def shard_of(*weights: nn.Parameter, groups: Sequence[int] = (), first: int = 0)
     for place, weight in enumerate(weights):
         slot = Slot.of(weight, ParamSlot(f"w{place}", at, weight.numel()), weight.dtype, "cpu")
         lacks = 0 if place else first
-        held[slot.name] = Held(slot, place, lacks, slice(at, at := at + weight.numel() - lacks))
+        held[slot.name] = ShardPart(slot, place, lacks, slice(at, at := at + weight.numel() - lacks))
         master[held[slot.name].part] = slot.flattened(weight.detach())[lacks:]
     chunk: Any = SimpleNamespace(held=held)
     group_of = dict(zip(weights, groups or [0] * len(weights), strict=True))

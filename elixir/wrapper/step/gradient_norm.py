@@ -20,7 +20,7 @@ from elixir.chunk.memory import pinned_zeros
 from elixir.errors import InputError
 from elixir.torch_private import DisableTorchFunctionSubclass
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.shard import Shards
+from elixir.wrapper.step.shard import SteppedShards
 from elixir.wrapper.step.user_optimizer import UserOptimizer, refuse_different_options
 
 # --- step gradients --------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class StepGradients:
         shards: its shards.
     """
 
-    def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
+    def __init__(self, engine: Engine, user: UserOptimizer, shards: SteppedShards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
         self._scale: float | None = None  # the loss scale of the gradients; None if there are none
         self._has_warned = False
@@ -250,7 +250,7 @@ class GradientNorm:
         threads: the least number of threads that read gradients on the host.
     """
 
-    def __init__(self, engine: Engine, shards: Shards, max_norm: float, threads: int) -> None:
+    def __init__(self, engine: Engine, shards: SteppedShards, max_norm: float, threads: int) -> None:
         self._engine, self._shards, self._threads = engine, shards, threads
         self.max_norm = max_norm
         self._clip_once: float | None = None  # the least limit given since gradients were cleared
@@ -339,7 +339,7 @@ class GradientNorm:
 
         return Factor(value, clips=True, number=number)
 
-    def sum(self, used: Collection[str], *others: Shards) -> torch.Tensor:
+    def sum(self, used: Collection[str], *others: SteppedShards) -> torch.Tensor:
         """The norm of all gradients over all ranks, loss scale included, in float32. On one rank it stays on the
         device.
 

@@ -54,7 +54,7 @@ class Inputs:
     gradients: torch.Tensor | None
     """The gradients of the whole shard, if they lie in one tensor."""
     factor: float | torch.Tensor
-    """The factor by which gradients are multiplied; a tensor on the device only if `Shard.accepts_tensor_factor`."""
+    """The factor by which gradients are multiplied; a tensor on the device only if a shard `accepts_tensor_factor`."""
     options: list[dict[str, Any]]
     """Hyperparameters, by group."""
     writes: int

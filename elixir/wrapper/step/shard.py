@@ -1,5 +1,5 @@
-"""`Shard`: one optimizer's part of one chunk on this rank: states, a second set, gradients, writes to weights;
-`Shards`: all of one optimizer."""
+"""`SteppedShard`: one optimizer's part of one chunk on this rank: states, a second set, gradients, writes to weights;
+`SteppedShards`: all of one optimizer."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Left(NamedTuple):
         return self.chunk is chunk and type(rule) is self.rule and kinds.items() <= self.states.kinds.items()
 
 
-class Shard:
+class SteppedShard:
     """One optimizer's part of one chunk. Create it while masters and states are in memory (`Chunk.in_memory`).
 
     Args:
@@ -383,7 +383,7 @@ class Shard:
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
-# `Shards`: the shards of one optimizer, in the order in which the next forward asks for their chunks.
+# `SteppedShards`: the shards of one optimizer, in the order in which the next forward asks for their chunks.
 
 
 logger = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ _SLOW_NUMEL = 10**7
 """Number of weights from which a step by torch's Adams without ``fused=True`` is reported: some 30 ms on one core."""
 
 
-class Shards:
+class SteppedShards:
     """The shards of one optimizer.
 
     Args:
@@ -402,14 +402,14 @@ class Shards:
 
     def __init__(self, engine: Engine, user: UserOptimizer) -> None:
         self._engine, self._user = engine, user
-        self._by_chunk: dict[int, Shard] = {}
+        self._by_chunk: dict[int, SteppedShard] = {}
         self._left: dict[int, Left] = {}  # by chunk, states that no shard of this plan has taken over yet
         self._refuse_parameters()
 
-    def __iter__(self) -> Iterator[Shard]:
+    def __iter__(self) -> Iterator[SteppedShard]:
         return iter(self._by_chunk.values())
 
-    def __getitem__(self, index: int) -> Shard:
+    def __getitem__(self, index: int) -> SteppedShard:
         """The shard of the chunk with this number."""
         return self._by_chunk[index]
 
@@ -418,7 +418,7 @@ class Shards:
         for chunk in self._engine.chunks_by_use():
             if chunk.plan.trainable:
                 with chunk.in_memory(write=self._user.begins_with_states):
-                    self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk)
+                    self._by_chunk[chunk.index] = shard = SteppedShard(self._engine, self._user, chunk)
                     if chunk.plan.update_home == "host":
                         self._make_states(shard)
 
@@ -461,13 +461,13 @@ class Shards:
         leaving = self._engine.leaving.get(chunk.index)
         left = contextlib.nullcontext() if leaving is None else leaving.in_memory()
         with left, chunk.in_memory(write=True):
-            self._by_chunk[chunk.index] = shard = Shard(self._engine, self._user, chunk, before)
+            self._by_chunk[chunk.index] = shard = SteppedShard(self._engine, self._user, chunk, before)
             if chunk.plan.update_home == "host":
                 self._make_states(shard)
             if shard.states is not before.states:
                 shard.states.copy_from(before.states)
 
-    def _make_states(self, shard: Shard) -> None:
+    def _make_states(self, shard: SteppedShard) -> None:
         """Allocates states on the threads that step them, so that memory is close to their cores."""
         # This thread may read or move the states next. If memory is too small, wrapping must raise.
         self._engine.lanes.host_adam.submit(shard.states.allocate).synchronize()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from elixir.checkpoint_format.slices import scalar_state
-from elixir.chunk.chunk import Chunk, Held
+from elixir.chunk.chunk import Chunk, ShardPart
 from elixir.chunk.memory import Count, Memory
 from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
@@ -35,7 +35,7 @@ from elixir.units import dtype_name
 class Segment:
     """The part of one parameter inside this rank's shard."""
 
-    held: Held
+    held: ShardPart
     """Its place in the parameter, in the chunk and in the shard."""
     group: int
     weights: nn.Parameter
@@ -123,7 +123,7 @@ class StateTensor:
     """This rank's part of one tensor of a parameter: an elementwise state, scales of 8-bit codes, or weights."""
 
     kind: str
-    held: Held
+    held: ShardPart
     """The part of the parameter."""
     tensor: torch.Tensor
     """The live elements, flat; of a tensor on a disk only while the chunk is in memory."""

@@ -19,7 +19,7 @@ from elixir.plan.plan import Plan
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.gradient_norm import Factor, GradientNorm, StepGradients
 from elixir.wrapper.step.rules import Inputs
-from elixir.wrapper.step.shard import Shard, Shards
+from elixir.wrapper.step.shard import SteppedShard, SteppedShards
 from elixir.wrapper.step.update import EarlyUpdates, can_share, publish, update, update_together
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
@@ -51,7 +51,7 @@ class Stepper:
         self._engine = engine
         self.user = UserOptimizer(given, groups, engine, changing)
         self.check_plan(engine.plan)
-        self.shards = Shards(engine, self.user)
+        self.shards = SteppedShards(engine, self.user)
         self.gradients = StepGradients(engine, self.user, self.shards)
         self.early = EarlyUpdates(engine, self.user, self.shards)
         self.host_threads = _set_host_threads(engine, host_threads)
@@ -246,10 +246,15 @@ class Stepper:
         engine.weights_changed()
 
     def _update_each(
-        self, shards: Iterable[Shard], factor: float | torch.Tensor, options: list[dict[str, Any]], *, in_place: bool
+        self,
+        shards: Iterable[SteppedShard],
+        factor: float | torch.Tensor,
+        options: list[dict[str, Any]],
+        *,
+        in_place: bool,
     ) -> None:
         """Updates shards in order, those that share one call at the end."""
-        together: list[tuple[Shard, Inputs]] = []
+        together: list[tuple[SteppedShard, Inputs]] = []
         for shard in shards:
             shard.writes.copy_to_masters()
             if not shard.is_concerned:
@@ -265,7 +270,7 @@ class Stepper:
         for shard, inputs in together:
             self._updated(shard, inputs)
 
-    def _updated(self, shard: Shard, inputs: Inputs) -> None:
+    def _updated(self, shard: SteppedShard, inputs: Inputs) -> None:
         if inputs.in_place:
             shard.gradients.forget_norms()
         self._engine.lanes.counts.network_bytes += shard.rule.exchanged_bytes

@@ -27,11 +27,11 @@ from elixir.chunk.state_window import StoredStates
 from elixir.errors import StepError
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.rules import Inputs, scales
-from elixir.wrapper.step.shard import Shard, Shards
+from elixir.wrapper.step.shard import SteppedShard, SteppedShards
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
-def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
+def update(engine: Engine, shard: SteppedShard, inputs: Inputs) -> bool:
     """Submits the update of a shard, or keeps its early update; returns whether it kept one."""
     chunk = shard.chunk
     kept = shard.end_early(inputs)
@@ -54,7 +54,7 @@ def update(engine: Engine, shard: Shard, inputs: Inputs) -> bool:
     return kept is not None
 
 
-def can_share(shard: Shard, inputs: Inputs) -> bool:
+def can_share(shard: SteppedShard, inputs: Inputs) -> bool:
     """Whether one kernel call may update this shard and others.
 
     A shared call would copy gradients that it may not multiply in place, or that have another dtype. The answer must be
@@ -64,7 +64,7 @@ def can_share(shard: Shard, inputs: Inputs) -> bool:
     return shard.rule.shares_call and shard.chunk.dtype == shard.states.master.dtype and not copies
 
 
-def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
+def update_together(together: Sequence[tuple[SteppedShard, Inputs]]) -> None:
     """Updates shards that `can_share` by one kernel call."""
     with contextlib.ExitStack() as given:
         calls = []
@@ -79,12 +79,12 @@ def update_together(together: Sequence[tuple[Shard, Inputs]]) -> None:
         shard.copy_out(inputs.arrived)()
 
 
-def _before_compute(shard: Shard) -> None:
+def _before_compute(shard: SteppedShard) -> None:
     shard.gradients.memory.wait()  # compute reads the gradients that a lane brings
     shard.chunk.about_to_write()  # a checkpoint may still have to copy what this step replaces
 
 
-def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
+def update_early(engine: Engine, shard: SteppedShard, inputs: Inputs) -> None:
     """Submits an update into the second set of a shard's states; it changes nothing else."""
     early, chunk = shard.begin_early(inputs), shard.chunk
     run = partial(_reporting, chunk, partial(early.run, chunk.before_write, engine.host_forms))
@@ -93,7 +93,7 @@ def update_early(engine: Engine, shard: Shard, inputs: Inputs) -> None:
     engine.lanes.host_adam.submit(run, reads=early.reads, writes=written, despite_errors=True)
 
 
-def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
+def _on_host(engine: Engine, shard: SteppedShard, inputs: Inputs) -> None:
     chunk, lanes = shard.chunk, engine.lanes
     # This step may change the gradients: it waits until they have arrived and early updates have read them. If the last
     # step, which writes masters and states, has failed, this one must fail, too.
@@ -137,7 +137,7 @@ def _on_host(engine: Engine, shard: Shard, inputs: Inputs) -> None:
 
 
 def _return_weights(engine: Engine, chunk: Chunk, write: Work, *sources: Memory) -> Ticket:
-    """Copies new weights from some memory to the device by `write`, which `Shard.copy_out` returned, while the next
+    """Copies new weights from some memory to the device by `write`, which `copy_out` of the shard returned, while the next
     chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
     engine.lanes.counts.host_to_device_bytes += nbytes
@@ -161,7 +161,7 @@ def _reporting(chunk: Chunk, work: Work, release: Callable[[], None] | None = No
         ) from error
 
 
-def _poison_second(engine: Engine, shard: Shard) -> None:
+def _poison_second(engine: Engine, shard: SteppedShard) -> None:
     """Fills the old states with NaN, so that a stale read shows."""
     second, chunk = shard.second, shard.chunk
     if second is None:
@@ -258,9 +258,9 @@ class EarlyUpdates:
         shards: its shards.
     """
 
-    def __init__(self, engine: Engine, user: UserOptimizer, shards: Shards) -> None:
+    def __init__(self, engine: Engine, user: UserOptimizer, shards: SteppedShards) -> None:
         self._engine, self._user, self._shards = engine, user, shards
-        self._begun: dict[int, Shard] = {}
+        self._begun: dict[int, SteppedShard] = {}
         self._backwards = 0  # backwards of the last step; 0 before the first
         self.forecast = Forecast()
         """The prediction whether new states will be kept."""

@@ -16,7 +16,7 @@ from elixir.hardware.process_memory import give_back_freed
 from elixir.models.quantised import first_inside
 from elixir.units import dtype_name
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 from elixir.wrapper.step.states import (
     ADAM_KINDS,
     Find,
@@ -181,7 +181,7 @@ def _check_state(slot: Slot, state: Mapping[str, Any], *, needs_adam: bool) -> N
         )
 
 
-def _gathered(engine: Engine, shard: Shard, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def _gathered(engine: Engine, shard: SteppedShard, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """Gathers one kind of state for all parameters of a chunk, in chunk layout; zeros where a parameter has none."""
     chunk: Chunk = shard.chunk
     mine, states = torch.zeros(chunk.shard_numel, dtype=dtype, device=engine.device), shard.states

@@ -19,7 +19,7 @@ from torch import nn
 from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
 from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks, as_block
 from elixir.chunk.lanes import make_lanes
-from elixir.chunk.memory import Arena, Block, Memory
+from elixir.chunk.memory import Arena, ChunkStorage, Memory
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.unit.chunk.test_chunks import make_chunk, make_flow
@@ -176,7 +176,7 @@ def test_what_a_forward_wrote_is_kept(ranks: int, masters: bool) -> None:
 def test_a_write_to_a_block_that_is_announced_is_kept_and_no_error() -> None:
     it = made(resident=False)
     chunk, memory = it.chunk, torch.zeros(NUMEL, dtype=torch.bfloat16)
-    chunk.block = Block(NUMEL, torch.bfloat16, memory)
+    chunk.block = ChunkStorage(NUMEL, torch.bfloat16, memory)
     memory = chunk.block.flat
     chunk.to(ChunkState.FETCHING)
     chunk.to(ChunkState.CACHED, memory)

@@ -21,7 +21,7 @@ from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.origins import Origins
-from elixir.wrapper.step.shard import Shards
+from elixir.wrapper.step.shard import SteppedShards
 from tests.common import gpu, inside
 from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss, take_step
 
@@ -123,7 +123,7 @@ def _bytes_in_tensors() -> int:
 def test_states_in_transit_are_free_after_a_move_that_failed_twice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(self: Shards) -> None:
+    def fails(self: SteppedShards) -> None:
         raise InputError("these states do not arrive")
 
     it = case("gpt2")
@@ -135,7 +135,7 @@ def test_states_in_transit_are_free_after_a_move_that_failed_twice(
     optimizer.zero_grad()
     module.settle()
     states = [weakref.ref(shard.states) for shard in inside.shards(optimizer)]
-    monkeypatch.setattr(Shards, "arrive", fails)
+    monkeypatch.setattr(SteppedShards, "arrive", fails)
     with pytest.raises(InputError, match="do not arrive"):
         module.rehome(mixed(plan))
     assert "since they cannot be moved: these states do not arrive" in caplog.text

@@ -15,7 +15,7 @@ from elixir.checkpoint import save_checkpoint
 from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.run_options import Debug
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 from tests.common import gpu, inside
 from tests.common.early import all_early, attempts, backward_watched, chain, early_fails
 from tests.common.failing import fails_at
@@ -79,7 +79,7 @@ def failed_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     with Run(it, plan, two_groups()) as run:
         run.train(2)
         run.module.settle()
-        monkeypatch.setattr(Shard, "step", Failing(Shard.step, RuntimeError("once")))
+        monkeypatch.setattr(SteppedShard, "step", Failing(SteppedShard.step, RuntimeError("once")))
         run.step()
         yield run
 
@@ -146,8 +146,8 @@ def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytes
     with Run(it, plan, two_groups()) as run:
         run.train(2)
         run.module.settle()
-        failing = Failing(Shard.step, RuntimeError("once"))
-        monkeypatch.setattr(Shard, "step", failing)
+        failing = Failing(SteppedShard.step, RuntimeError("once"))
+        monkeypatch.setattr(SteppedShard, "step", failing)
         run.step()
         with pytest.raises(StepError, match="once"):
             run.module.settle()

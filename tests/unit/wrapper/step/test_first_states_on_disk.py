@@ -18,7 +18,7 @@ from elixir.chunk.memory import Memory
 from elixir.kernels import HybridAdam
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 from tests.common import gpu, inside
 from tests.common.on_disk import in_memory, on_disk
 from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
@@ -251,15 +251,15 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
         saved, count = first.optimizer.state_dict(), len(plan.chunks)
     seen: list[bool] = []
 
-    def look(part: Shard, find: Any, wait: Any) -> Any:
+    def look(part: SteppedShard, find: Any, wait: Any) -> Any:
         notes = load(part, find, wait)
         window = {b.tensor.untyped_storage().data_ptr() for b in inside.host_buffers(pair.module, WINDOW)}
         loaded = list(part.states.tensors.values())
         seen.append(bool(loaded) and all(v.untyped_storage().data_ptr() in window for v in loaded))
         return notes
 
-    load = Shard.load
-    monkeypatch.setattr(Shard, "load", look)
+    load = SteppedShard.load
+    monkeypatch.setattr(SteppedShard, "load", look)
     with Pair(
         case("gpt2", layers=1), plan, optimizer=lambda model: centered(model.parameters()), disk_folder=tmp_path
     ) as pair:

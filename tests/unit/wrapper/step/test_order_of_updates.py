@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elixir.wrapper.step import stepper
-from elixir.wrapper.step.shard import Shard
+from elixir.wrapper.step.shard import SteppedShard
 from elixir.wrapper.step.stepper import Stepper
 from tests.common import gpu, inside
 from tests.common.early import attempts, chain, updating_early
@@ -20,12 +20,12 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shard, Any]]:
+def seen_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SteppedShard, Any]]:
     """The shards and inputs that `update` and `update_together` get from here on, in order."""
-    seen: list[tuple[Shard, Any]] = []
+    seen: list[tuple[SteppedShard, Any]] = []
     update, together = stepper.update, stepper.update_together
 
-    def one(engine: Any, shard: Shard, inputs: Any) -> bool:
+    def one(engine: Any, shard: SteppedShard, inputs: Any) -> bool:
         seen.append((shard, inputs))
         return update(engine, shard, inputs)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Held, Slot
+from elixir.chunk.chunk import ShardPart, Slot
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
@@ -127,7 +127,7 @@ def test_scales_have_a_place_for_each_block() -> None:
     assert (scales.shape, scales.first, scales.start, scales.nbytes) == ((2,), 0, 2, 8)
     assert (shown["w0", "exp_avg_scale"].start, shown["w0", "exp_avg_scale"].nbytes) == (0, 8)
     assert (codes.has_codes, scales.has_codes, scales.order) == (True, False, None)
-    second_half = Held(states.segments[0].slot, 0, 256, slice(0, 256))
+    second_half = ShardPart(states.segments[0].slot, 0, 256, slice(0, 256))
     later = StateTensor("exp_avg_scale", second_half, scales.tensor, width=256)
     assert (later.shape, later.first) == ((2,), 1)
     states.tensor("exp_avg_scale").copy_(torch.arange(1.0, 5.0))
@@ -288,7 +288,7 @@ def divided(rule: AdamRule, own: tuple[int, ...]) -> States:
         zip(weights, (0, 512, 768, 1280), (304, 768, 1280, 1284), strict=True)
     ):
         slot = Slot.of(weight, ParamSlot(f"w{place}", first, weight.numel()), weight.dtype, "cpu")
-        held = Held(slot, place, 0, slice(first, stop))
+        held = ShardPart(slot, place, 0, slice(first, stop))
         segments.append(Segment(held, 0, nn.Parameter(master[held.part]), 0))
     chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in segments}, shard_numel=1536)
     ranges = own_ranges(chunk, {weights[place]: 0 for place in own})
