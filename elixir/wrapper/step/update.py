@@ -137,7 +137,7 @@ def _on_host(engine: Engine, shard: SteppedShard, inputs: Inputs) -> None:
 
 
 def _return_weights(engine: Engine, chunk: Chunk, write: Work, *sources: Memory) -> Ticket:
-    """Copies new weights from some memory to the device by `write`, which `copy_out` of the shard returned, while the next
+    """Copies new weights from some memory to the device by `write`, the result of `copy_out`, while the next
     chunk is stepped."""
     nbytes = chunk.shard_weights.nbytes
     engine.lanes.counts.host_to_device_bytes += nbytes
