@@ -99,14 +99,16 @@ def another(states: States, rule: Rule) -> States:
     return other
 
 
-def inputs_of(states: States, gradients: torch.Tensor, *, places: Any = None, together: bool = True) -> Inputs:
+def inputs_of(
+    states: States, gradients: torch.Tensor, factor: Any = 1.0, *, places: Any = None, together: bool = True
+) -> Inputs:
     """Gradients of all segments, or of those with these places, and options of two groups."""
     arrived = [(it, gradients[it.part]) for it in states.segments if places is None or it.place in places]
     adam = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5).param_groups[0]
     options = [{**adam, "lr": lr, "params": []} for lr in (0.5, 0.25)]
     if states.optimizer is not None:
         options = [{**group, "params": []} for group in states.optimizer.param_groups]
-    return Inputs(arrived, gradients if together else None, 1.0, [options_of(each) for each in options], 0, 0)
+    return Inputs(arrived, gradients if together else None, factor, [options_of(each) for each in options], 0, 0)
 
 
 def class_rule(make: Make = torch.optim.AdamW) -> ClassRule:

@@ -232,12 +232,7 @@ class MatrixRule(Rule):
         states.by_weights = states.optimizer.state
 
     def step(
-        self,
-        states: States,
-        inputs: Inputs,
-        factor: float | torch.Tensor,
-        weight_out: torch.Tensor | None,
-        into: States | None = None,
+        self, states: States, inputs: Inputs, weight_out: torch.Tensor | None = None, into: States | None = None
     ) -> set[str]:
         """See `Rule`."""
         if self._exchange is not None:
@@ -246,19 +241,19 @@ class MatrixRule(Rule):
                 options = inputs.options[segment.group]
                 self._rule.change(segment.weights.detach(), part, segment.slot.shape, options)
         elif self._staged:
-            self._step_staged(states, inputs, factor)
+            self._step_staged(states, inputs)
         else:
             for segment, gradient in inputs.arrived:
-                given, options = (gradient, _momentum(states, segment), factor), inputs.options[segment.group]
+                given, options = (gradient, _momentum(states, segment), inputs.factor), inputs.options[segment.group]
                 self._room.of_device(self._rule, segment, given, options, segment.weights.detach())
         return {BY_CLASS}
 
-    def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
+    def begin(self, states: States, inputs: Inputs) -> None:
         """See `Rule`."""
         self._options = inputs.options
         for segment, gradient in inputs.arrived:
             out, options = self._parts[segment.part], inputs.options[segment.group]
-            self._rule.direction(gradient, _momentum(states, segment), factor, options, out)
+            self._rule.direction(gradient, _momentum(states, segment), inputs.factor, options, out)
 
     def _run_turn(self, exchange: Exchange) -> None:
         directions = exchange.directions
@@ -268,13 +263,13 @@ class MatrixRule(Rule):
         if self._staged:
             self._parts.copy_(directions, non_blocking=True)
 
-    def _step_staged(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
+    def _step_staged(self, states: States, inputs: Inputs) -> None:
         """Steps matrices whose states live on the host: the momentum of one while the device has the one before."""
         room, rule = self._room, self._rule
         turning: tuple[Segment, torch.Tensor, torch.cuda.Event | None] | None = None
         for turn, (segment, gradient) in enumerate(inputs.arrived):
             stage, options = room.stage(turn, segment.slot.numel), inputs.options[segment.group]
-            rule.direction(gradient, _momentum(states, segment), factor, options, stage)
+            rule.direction(gradient, _momentum(states, segment), inputs.factor, options, stage)
             event = room.turn_staged(rule, segment, stage, options)
             self._end_turn(turning, inputs)
             turning = segment, stage, event

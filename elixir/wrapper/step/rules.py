@@ -70,17 +70,17 @@ class Inputs:
         mine = {segment.place: segment for segment in segments}
         return replace(self, arrived=[(mine[segment.place], gradient) for segment, gradient in self.arrived])
 
-    def multiply_in_place(self, dtype: torch.dtype) -> float | torch.Tensor:
-        """Multiplies the gradients if `in_place` allows it; returns the factor that is left.
+    def multiplied(self, dtype: torch.dtype) -> Inputs:
+        """Multiplies the gradients if `in_place` allows it; returns the inputs with the factor that is left.
 
         Args:
             dtype: the dtype of the weights that are stepped.
         """
         if not (self.in_place and scales(self.factor) and self.arrived and self.arrived[0][1].dtype == dtype):
-            return self.factor
+            return self
         for _, gradient in self.arrived:
             gradient.mul_(self.factor)
-        return 1.0
+        return replace(self, factor=1.0)
 
     def equal(self, other: Inputs) -> bool:
         """Whether an update of the same states with `other` gives the same result."""
@@ -124,7 +124,7 @@ class EarlyUpdate:
                     raise ticket.error
             if release is not None:
                 release()  # otherwise a running checkpoint would read the new states
-            forms.extend(self._step(self._old, self.inputs, self.inputs.factor, self.rounded, self._new))
+            forms.extend(self._step(self._old, self.inputs, self.rounded, self._new))
         except BaseException:  # they may be what is saved of the weights after this
             self._new.become(self._old)
             if self.rounded is not None and self._old_rounded is not None:
@@ -173,17 +173,15 @@ class Rule(Protocol):
         """Gives segments that have no state the one with which a class begins, if it makes that before its step."""
         return
 
-    def begin(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> None:
+    def begin(self, states: States, inputs: Inputs) -> None:
         """Runs the first part of a step with a `turn`; arguments as of `step`."""
         return
 
-    def prepare(
-        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
-    ) -> Callable[[], None] | None:
+    def prepare(self, states: States, inputs: Inputs, given: contextlib.ExitStack) -> Callable[[], None] | None:
         """Gives gradients to a call that steps all shards that were prepared; one that `shares_call` has it.
 
         Args:
-            states, inputs, factor: as of `step`.
+            states, inputs: as of `step`.
             given: takes the gradients back when it ends.
 
         Returns:
@@ -192,19 +190,13 @@ class Rule(Protocol):
         return None
 
     def step(
-        self,
-        states: States,
-        inputs: Inputs,
-        factor: float | torch.Tensor,
-        weight_out: torch.Tensor | None,
-        into: States | None = None,
+        self, states: States, inputs: Inputs, weight_out: torch.Tensor | None = None, into: States | None = None
     ) -> set[str]:
         """Runs one step.
 
         Args:
             states: of the shard.
-            inputs: have the gradients and the options.
-            factor: multiplies the gradients first; a tensor only if `accepts_tensor_factor`.
+            inputs: have the gradients, the factor that multiplies them first, and the options.
             weight_out: takes the new weights of the shard, flat, in its dtype, if the same pass can write them.
             into: takes the new states, and `states` stay unchanged. Then all segments have gradients.
 
@@ -242,24 +234,16 @@ class AdamRule(Rule):
         return found
 
     def step(
-        self,
-        states: States,
-        inputs: Inputs,
-        factor: float | torch.Tensor,
-        weight_out: torch.Tensor | None,
-        into: States | None = None,
+        self, states: States, inputs: Inputs, weight_out: torch.Tensor | None = None, into: States | None = None
     ) -> set[str]:
         """See `Rule`."""
-        number = float(factor)
         if into is not None and self._moments == "8bit":
             # Under some plans segments share blocks, so each must find the segments before it stepped.
             into.become(states)
-            self.step(into, inputs.of(into.segments), number, weight_out)
+            self.step(into, inputs.of(into.segments), weight_out)
             return {COPIED}
         if not self._joins or inputs.gradients is None:
-            return {
-                self._run(states, [one], gradient, inputs, number, weight_out, into) for one, gradient in inputs.arrived
-            }
+            return {self._run(states, [one], gradient, inputs, weight_out, into) for one, gradient in inputs.arrived}
         here = {id(segment) for segment, _ in inputs.arrived}
         runs: list[list[Segment]] = []
         for segment in (segment for segment in states.segments if id(segment) in here):
@@ -268,7 +252,7 @@ class AdamRule(Rule):
             else:
                 runs.append([segment])
         whole = inputs.gradients
-        return {self._run(states, run, whole[_part(run)], inputs, number, weight_out, into) for run in runs}
+        return {self._run(states, run, whole[_part(run)], inputs, weight_out, into) for run in runs}
 
     def _run(
         self,
@@ -276,11 +260,10 @@ class AdamRule(Rule):
         run: list[Segment],
         gradient: torch.Tensor,
         inputs: Inputs,
-        factor: float,
         weight_out: torch.Tensor | None,
         into: States | None,
     ) -> str:
-        part = _part(run)
+        part, factor = _part(run), float(inputs.factor)
         options = group_options(inputs.options[run[0].group], decoupled=self._decoupled)
         out = None if weight_out is None else weight_out[part]
         number = int(_count(states, run[0])) + 1
@@ -372,25 +355,20 @@ class ClassRule(Rule):
                 states.adopt(segment)
 
     def step(
-        self,
-        states: States,
-        inputs: Inputs,
-        factor: float | torch.Tensor,
-        weight_out: torch.Tensor | None,
-        into: States | None = None,
+        self, states: States, inputs: Inputs, weight_out: torch.Tensor | None = None, into: States | None = None
     ) -> set[str]:
         """See `Rule`."""
         if into is not None:
             into.become(states)
-            self.step(into, inputs.of(into.segments), factor, None)
+            self.step(into, inputs.of(into.segments))
             if weight_out is not None:
                 weight_out.copy_(into.master)
             return {COPIED}
-        arrived = self._begun(states, inputs, factor)
+        arrived = self._begun(states, inputs)
         if arrived or not self.is_predictable:
             begun = {id(segment) for segment, _ in inputs.arrived} - {id(segment) for segment, _ in arrived}
             with (
-                self.with_gradients(states, arrived, factor),
+                self.with_gradients(states, arrived, inputs.factor),
                 _without(states, [each.weights for each in states.segments if id(each) in begun]),
             ):
                 self._call(states)
@@ -398,19 +376,17 @@ class ClassRule(Rule):
             states.adopt(segment)
         return {BY_CLASS}
 
-    def prepare(
-        self, states: States, inputs: Inputs, factor: float | torch.Tensor, given: contextlib.ExitStack
-    ) -> Callable[[], None] | None:
+    def prepare(self, states: States, inputs: Inputs, given: contextlib.ExitStack) -> Callable[[], None] | None:
         """See `Rule`."""
-        arrived = self._begun(states, inputs, factor)
-        given.enter_context(self.with_gradients(states, arrived, factor))
+        arrived = self._begun(states, inputs)
+        given.enter_context(self.with_gradients(states, arrived, inputs.factor))
         return partial(self._call, states) if arrived else None
 
     def _call(self, states: States) -> None:
         with while_nothing_compiles():
             _optimizer(states).step()
 
-    def _begun(self, states: States, inputs: Inputs, factor: float | torch.Tensor) -> Arrived:
+    def _begun(self, states: States, inputs: Inputs) -> Arrived:
         """Sets the options of a step, and makes the first step of segments that have none; returns the others."""
         for group, values in zip(_optimizer(states).param_groups, inputs.options, strict=True):
             set_options(group, values)
@@ -421,7 +397,7 @@ class ClassRule(Rule):
             if segment.weights in states.by_weights:
                 later.append((segment, gradient))
             else:
-                self._first(states, segment, gradient, factor)
+                self._first(states, segment, gradient, inputs.factor)
         return later
 
     def _first(self, states: States, segment: Segment, gradient: torch.Tensor, factor: float | torch.Tensor) -> None:

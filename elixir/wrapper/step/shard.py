@@ -283,7 +283,7 @@ class SteppedShard:
 
     def begin(self, states: States, inputs: Inputs) -> None:
         """Runs the first part of a step that has a `Rule.turn`; for arguments see `step`."""
-        self.rule.begin(states, inputs, inputs.multiply_in_place(states.master.dtype))
+        self.rule.begin(states, inputs.multiplied(states.master.dtype))
 
     def begin_and_turn(self, states: States, inputs: Inputs) -> None:
         """Runs all but the last part of such a step; for arguments see `step`."""
@@ -299,13 +299,12 @@ class SteppedShard:
             inputs: the inputs of the step.
             staged: takes the shard's new weights in their dtype, from where a lane copies them to the device.
         """
-        factor = inputs.factor
         if self.rule.turn is None:  # otherwise `begin` has read the gradients
-            factor = inputs.multiply_in_place(states.master.dtype)
+            inputs = inputs.multiplied(states.master.dtype)
         out = staged
         if self._writes_itself:
             out = self.chunk.shard_weights if states.weights is None else states.weights
-        forms = self.rule.step(states, inputs, factor, out)
+        forms = self.rule.step(states, inputs, out)
         if BY_CLASS in forms and out is not None:
             self._copy(inputs.arrived, states.master, out)
         if self.chunk.plan.update_home == "host":

@@ -70,8 +70,7 @@ def update_together(together: Sequence[tuple[SteppedShard, Inputs]]) -> None:
         calls = []
         for shard, inputs in together:
             _before_compute(shard)
-            factor = inputs.multiply_in_place(shard.states.master.dtype)
-            call = shard.rule.prepare(shard.states, inputs, factor, given)
+            call = shard.rule.prepare(shard.states, inputs.multiplied(shard.states.master.dtype), given)
             calls += [] if call is None else [call]
         for call in calls[:1]:
             call()

@@ -43,12 +43,12 @@ def test_neighbours_of_one_group_at_the_same_step_are_stepped_as_one(monkeypatch
         states.put(states.segments[3], [], {"step": torch.tensor(2.0)})
         states.tensor("exp_avg_sq").fill_(0.5)
     out = torch.zeros(20, dtype=torch.bfloat16)
-    ADAM.step(one, inputs_of(one, gradients, places=places), 0.5, out, into)
+    ADAM.step(one, inputs_of(one, gradients, 0.5, places=places), out, into)
     joined, runs[:] = [*runs], []
     assert [float(one.state_of(each)["step"]) for each in one.segments if each.place in places] == [0, 0, 0, 2, 0, 0]
-    ADAM.step(one, inputs_of(one, gradients, places=places), 0.5, None)
+    ADAM.step(one, inputs_of(one, gradients, 0.5, places=places))
     assert runs == joined == [(0, 5), (5, 9), (9, 10), (10, 12), (15, 20)]
-    ADAM.step(other, inputs_of(other, gradients, places=places, together=False), 0.5, None)
+    ADAM.step(other, inputs_of(other, gradients, 0.5, places=places, together=False))
     for states in (other, into):
         for mine, theirs in zip(states.segments, one.segments, strict=True):
             if mine.place in places:
@@ -64,14 +64,14 @@ def test_a_step_into_other_states_is_the_step_in_place_and_changes_nothing_else(
     one, other = (states_of(rule, shapes) for _ in range(2))
     gradients = torch.linspace(-1, 1, 705)
     for states in (one, other):
-        rule.step(states, inputs_of(states, gradients), 1.0, None)
+        rule.step(states, inputs_of(states, gradients))
     kept = one.master.clone()
     into = another(one, rule)
     one.master.copy_(kept)
     before = [tensor.clone() for tensor in (one.master, *one.tensors.values())]
     out, there = (torch.zeros(705, dtype=torch.bfloat16) for _ in range(2))
-    rule.step(one, inputs_of(one, gradients), 0.5, out, into)
-    rule.step(other, inputs_of(other, gradients), 0.5, there)
+    rule.step(one, inputs_of(one, gradients, 0.5), out, into)
+    rule.step(other, inputs_of(other, gradients, 0.5), there)
     assert all(map(torch.equal, before, (one.master, *one.tensors.values())))
     assert {float(one.state_of(segment)["step"]) for segment in one.segments} == {1}
     assert torch.equal(out, there)
@@ -85,8 +85,8 @@ def test_a_class_multiplies_gradients_and_leaves_them_as_they_are() -> None:
         rule = class_rule(lambda groups: torch.optim.SGD(groups, lr=1.0))
         states = states_of(rule, ((3,), (2,)))
         before, gradient = states.master.clone(), torch.ones(5)
-        inputs = inputs_of(states, gradient, places={0})
-        rule.step(states, inputs, factor, None)
+        inputs = inputs_of(states, gradient, factor, places={0})
+        rule.step(states, inputs)
         assert (before - states.master).tolist() == [float(factor)] * 3 + [0.0] * 2
         assert gradient.tolist() == [1] * 5
         assert [segment.weights.grad for segment in states.segments] == [None, None]
@@ -124,7 +124,7 @@ def test_a_class_over_a_shard_has_the_bits_of_the_class_over_weights(
         places = {0, 1} if step == 0 else {0, 1, 2}  # the first gradient of one is late
         for segment, weight in zip(states.segments, plain, strict=True):
             weight.grad = gradients[segment.part].clone() if segment.place in places else None
-        rule.step(states, inputs_of(states, gradients, places=places), 1.0, None)
+        rule.step(states, inputs_of(states, gradients, places=places))
         optimizer.step()
         for segment, weight in zip(states.segments, plain, strict=True):
             assert torch.equal(states.master[segment.part], weight)
@@ -153,10 +153,10 @@ def test_a_first_step_never_has_the_states_of_a_large_weight_twice(together: boo
     rule = ClassRule(user_over(lambda groups: Counting(groups, lr=0.5, momentum=0.5)))
     rule.is_predictable = True
     states = states_of(rule, ((3 * 2**20,), (5,)) if together else ((3 * 2**20,),))
-    rule.step(states, inputs_of(states, torch.ones(states.master.numel())), 1.0, None)
+    rule.step(states, inputs_of(states, torch.ones(states.master.numel())))
     assert max(made) == 2**20
     assert states.tensor("momentum_buffer").numel() == states.master.numel()
-    rule.step(states, inputs_of(states, torch.ones(states.master.numel())), 1.0, None)
+    rule.step(states, inputs_of(states, torch.ones(states.master.numel())))
     assert made[-1] == states.master.numel()
 
 
@@ -236,13 +236,13 @@ def test_one_pass_has_the_bits_of_torchs_fused_classes(
             weight.grad = value if factor == 1.0 else value * factor
         optimizer.step()
         options = [options_of(optimizer.param_groups[0])]
-        inputs = replace(inputs_of(states, gradients), options=options)
+        inputs = replace(inputs_of(states, gradients, factor), options=options)
         out = torch.zeros(states.master.numel(), dtype=torch.bfloat16)
         if step % 2:
-            assert rule.step(states, inputs, factor, out, into) == {form}
+            assert rule.step(states, inputs, out, into) == {form}
             states, into = into, states
         else:
-            rule.step(states, inputs, factor, out)
+            rule.step(states, inputs, out)
         for weight, segment in zip(plain, states.segments, strict=True):
             assert torch.equal(states.master[segment.part], weight)
             assert torch.equal(out[segment.part], weight.bfloat16())
@@ -274,7 +274,7 @@ def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
 def test_a_weight_without_a_loaded_state_has_the_one_of_the_constructor() -> None:
     rule = class_rule(Decaying)
     states = states_of(rule)
-    rule.step(states, inputs_of(states, torch.ones(25)), 1.0, None)
+    rule.step(states, inputs_of(states, torch.ones(25)))
     assert not (states.tensor("sum") == 1).any()
     states.load(lambda name: None, lambda: None)
     rule.begin_anew(states)

@@ -99,11 +99,11 @@ def test_gradients_are_multiplied_in_place_if_they_may_and_have_the_dtype(
     factor: Any, in_place: bool, dtype: torch.dtype
 ) -> None:
     gradients = [torch.ones(3, dtype=dtype), torch.ones(2, dtype=dtype)]
-    left = inputs(factor, *gradients, in_place=in_place).multiply_in_place(torch.float32)
+    left = inputs(factor, *gradients, in_place=in_place).multiplied(torch.float32).factor
     multiplied = in_place and dtype == torch.float32 and not (isinstance(factor, float) and factor == 1.0)
     assert [each.sum().item() for each in gradients] == ([1.5, 1.0] if multiplied else [3.0, 2.0])
     assert left == 1.0 if multiplied else left is factor
-    assert inputs(factor, in_place=in_place).multiply_in_place(torch.float32) is factor
+    assert inputs(factor, in_place=in_place).multiplied(torch.float32).factor is factor
 
 
 @pytest.mark.parametrize(

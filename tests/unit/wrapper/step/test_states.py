@@ -267,7 +267,7 @@ def test_moments_move_from_any_form_to_any_other(kind: Any, to: Any, monkeypatch
     old = states_of(rule, shapes, first=512)
     gradient = torch.linspace(1.0, 2.0, 1324)
     for _ in range(2):
-        rule.step(old, inputs_of(old, gradient, together=False), 1.0, None)
+        rule.step(old, inputs_of(old, gradient, together=False))
     new = states_of(class_rule() if to == "class" else AdamRule(to, decoupled=True), shapes, first=512)
     new.copy_from(old)
     loose = 0.08 if "8bit" in (kind, to) else 0.01
@@ -301,7 +301,7 @@ def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moment
     one, *others = (divided(rule, own) for own in ((0, 1, 2, 3), (1,), (0, 2), (3,)))
     for states in (one, *others):
         for _ in range(2):
-            rule.step(states, inputs_of(states, gradients), 0.5, None)
+            rule.step(states, inputs_of(states, gradients, 0.5))
     assert [states.tensor("exp_avg").numel() for states in (one, *others)] == [1536, 256, 1024, 256]
     assert sum(tensor.nbytes for states in others for tensor in states.tensors.values()) == sum(
         tensor.nbytes for tensor in one.tensors.values()
@@ -318,6 +318,6 @@ def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moment
         for segment in states.segments:
             assert torch.equal(states.master[segment.part], one.master[segment.part])
         out, into = states.master.clone(), states.like(states.master.clone(), states.segments, memory)
-        rule.step(states, inputs_of(states, gradients, together=False), 1.0, out, into)
-        rule.step(states, inputs_of(states, gradients, together=False), 1.0, None)
+        rule.step(states, inputs_of(states, gradients, together=False), out, into)
+        rule.step(states, inputs_of(states, gradients, together=False))
         assert all(torch.equal(states.tensor(kind), into.tensor(kind)) for kind in states.kinds)
