@@ -77,6 +77,7 @@ from elixir.torch_private import (
 )
 
 _TUPLE_ITERATOR = type(iter(()))
+WEIGHTS_ARE_LOST = "wrapping had begun to move the model's weights when it failed: build the model again"
 _HEARD_BY = "elixir_heard_by"
 """The attribute of modules by which copies of them are refused: their first, since what is copied before may raise."""
 
@@ -376,7 +377,10 @@ def _reached(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         found = _tracked(args, kwargs)
         if not found:
             # A view that only operators have seen, of a weight that was elsewhere.
-            if any(is_absent(item) for item in tree_leaves((args, kwargs))):
+            gone = [item for item in tree_leaves((args, kwargs)) if is_absent(item)]
+            if any(isinstance(item, nn.Parameter) for item in gone):
+                raise InputError(f"{name} reads a weight that is nowhere: {WEIGHTS_ARE_LOST}")
+            if gone:
                 raise InputError(
                     f"{name} reads a weight that is elsewhere, through a tensor made from it by code that no torch "
                     "function announces; make it in the module that uses it"

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir.access.autograd import hooks_were_refused
 from elixir.access.compiled_units import compiled_in_place
+from elixir.access.interception import WEIGHTS_ARE_LOST
 from elixir.access.interrupts import run_user_code
 from elixir.access.placeholders import is_absent
 from elixir.chunk.group import GivenGroup, Group
@@ -46,8 +47,6 @@ from elixir.wrapper.run_options import Debug, RunOptions, folders_of
 from elixir.wrapper.weights_io import ModelState, SharedWeights, in_use, shown
 
 logger = logging.getLogger(__name__)
-
-_WEIGHTS_ARE_LOST = "wrapping had begun to move the model's weights when it failed: build the model again"
 
 PUBLIC = "module plan device last_report gathered rehome no_sync clip_grad_norm_ settle release close".split()
 """Names that `ElixirModule` adds to `torch.nn.Module`. All others are looked up in the model."""
@@ -524,7 +523,7 @@ def _undo(engine: Engine, kind: Any, error: BaseException | None, trace: Any) ->
     """Ends a failed wrapping, and notes in its error if weights are lost; Python prints notes from version 3.11 on."""
     engine.abandon()
     if error is not None and lacks_weights(engine.model):
-        vars(error).setdefault("__notes__", []).append(_WEIGHTS_ARE_LOST)
+        vars(error).setdefault("__notes__", []).append(WEIGHTS_ARE_LOST)
 
 
 def lacks_weights(module: nn.Module) -> bool:
@@ -546,7 +545,7 @@ def refuse_wrapped(module: nn.Module) -> None:
             "whose plan has their weights; close() that one first"
         )
     if lacks_weights(module):
-        raise InputError(f"this {type(module).__name__} cannot be wrapped: {_WEIGHTS_ARE_LOST}")
+        raise InputError(f"this {type(module).__name__} cannot be wrapped: {WEIGHTS_ARE_LOST}")
 
 
 def cast_inputs(arguments: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -140,7 +140,7 @@ def test_a_wrap_that_fails_late_says_that_the_model_must_be_built_again(mode: st
     with pytest.raises(InputError, match=f"this Sequential cannot be wrapped: {LOST}"):
         ElixirModule(around, plan, device="cpu")
     for read in (lambda: it.model(**it.inp), lambda: it.model.layers[0].weight.sum().item()):
-        with pytest.raises(InputError, match="reads a weight that is elsewhere"):
+        with pytest.raises(InputError, match=f"reads a weight that is nowhere: {LOST}"):
             read()
 
 
