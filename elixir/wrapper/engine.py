@@ -44,7 +44,7 @@ from elixir.wrapper.arrivals import Arrivals, weakly
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, RunErrors, StepPhase
 from elixir.wrapper.run_options import RunOptions
-from elixir.wrapper.views_of_engine import AnyStepper, RunningPass, StateReader
+from elixir.wrapper.views_of_engine import AnyStepper, RunningPass, StateReader, StepObserver
 from elixir.wrapper.weight_uses import ForwardOnly, WeightUses, ignored
 
 logger = logging.getLogger(__name__)
@@ -94,16 +94,13 @@ class Engine:
         self.steppers: list[AnyStepper] = []
         """The optimizers that step this model."""
         self.loss_scale = LossScale(False, 1.0, 1)
-        """The loss scale of all optimizers; the last one that is created sets it."""
+        """The loss scale of all optimizers; see `add_stepper`."""
+        self.observer: StepObserver | None = None
+        """Learns when an optimizer has stepped; None: nobody does."""
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward begins, or a pass of several micro-batches."""
         self.read_unannounced: list[Chunk] = []
-        """Resident chunks that attributes of modules are views of. No read of such a view waits for updates; steps do.
-        """
-        self.spare_host_bytes: Callable[[], int] = lambda: LARGEST_BYTES
-        """Returns the host memory of this rank that is free and that no step takes."""
-        self.stepped: Callable[[bool], None] = lambda skipped: None
-        """Called when an optimizer has stepped, or has skipped its step after an overflow."""
+        """Resident chunks that attributes of modules are views of. Reads of these do not wait for updates; steps do."""
         self.settled = 0
         """How often the blocks have been emptied outside of a step."""
         self.host_forms: deque[str] = deque(maxlen=_FORMS_KEPT)
@@ -305,6 +302,21 @@ class Engine:
         """Raises `InputError` after `close`, and while one of the model's modules, or backward, runs on this thread."""
         self.phase.refuse_closed()
         self.uses.refuse_inside(what)
+
+    # --- optimizers ------------------------------------------------------------------------------------------------
+
+    def add_stepper(self, stepper: AnyStepper, scale: LossScale) -> None:
+        """Adds an optimizer; the last one sets the loss scale of all."""
+        self.steppers.append(stepper)
+        self.loss_scale = scale
+
+    def has_used_gradients(self, stepper: AnyStepper) -> None:
+        """Notes that an optimizer has stepped since the last backward."""
+        self.unstepped = [each for each in self.unstepped if each is not stepper]
+
+    def spare_host_bytes(self) -> int:
+        """The host memory of this rank that is free and that no step takes."""
+        return LARGEST_BYTES if self.observer is None else self.observer.spare_host_bytes()
 
     # --- forward and backward ----------------------------------------------------------------------------------
 

@@ -177,9 +177,7 @@ class ElixirModule(nn.Module):
             self._shared_buffers.take()
             self._state = ModelState(engine, self._shared_buffers.of_rank_0)
             undone.callback(self._state.remove)
-            self._account = StepAccount(engine, self._promise)
-            engine.stepped = self._account.step_over
-            engine.spare_host_bytes = self._promise.spare_host_bytes
+            self._account = engine.observer = StepAccount(engine, self._promise)
             self._shared_weights.attach(engine)
             promises.enter(self._promise)
             self._calls = Calls(module.children(), self._call) if isinstance(module, Together) else None

@@ -90,8 +90,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             host_threads=asked_threads,
             changing=changing,
         )
-        engine.loss_scale = scale
-        engine.steppers.append(self._stepper)
+        engine.add_stepper(self._stepper, scale)
         if init_step:
             self._stepper.shards.make_states()
         share_hooks(optimizer, self)
@@ -205,9 +204,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         ]
         self._load({"state": {}, "param_groups": groups}, "state.clear() of an optimizer")
 
-    def _has_used_gradients(self) -> None:
-        self._engine.unstepped = [each for each in self._engine.unstepped if each is not self._stepper]
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Calls `loss.backward()`, with the loss scaled if weights are float16.
 
@@ -288,7 +284,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.module.zero_grad(set_to_none)
             return
         self._engine.before_zero_grad(set_to_none=set_to_none)
-        self._has_used_gradients()
+        self._engine.has_used_gradients(self._stepper)
         self._stepper.gradients_cleared()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -327,7 +323,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not self._skipped:
             # A scheduler over the user's optimizer reads there whether it is called after a step.
             self._user_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._has_used_gradients()
+        self._engine.has_used_gradients(self._stepper)
         return result
 
 

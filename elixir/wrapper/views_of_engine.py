@@ -1,4 +1,4 @@
-"""`AnyStepper`, `RunningPass` and `StateReader`: the engine's views of what is built on it."""
+"""`AnyStepper`, `StepObserver`, `RunningPass` and `StateReader`: the engine's views of what is built on it."""
 
 from __future__ import annotations
 
@@ -54,6 +54,16 @@ class AnyStepper(Protocol):
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool, others: Sequence[Any] = ()) -> torch.Tensor:
         """Returns the norm of these gradients and those of `others`, whose next steps clip to `max_norm`, too."""
+
+
+class StepObserver(Protocol):
+    """The engine's view of who counts its steps; see `elixir.wrapper.account.step_account`."""
+
+    def step_over(self, skipped: bool) -> None:
+        """Notes that an optimizer has stepped, or has skipped its step after an overflow."""
+
+    def spare_host_bytes(self) -> int:
+        """Host memory that is free for this rank, less what its next steps take."""
 
 
 class RunningPass(Protocol):

@@ -117,6 +117,10 @@ class StepAccount:
         else:
             self._report(skipped)
 
+    def spare_host_bytes(self) -> int:
+        """See `PlanPromise.spare_host_bytes`."""
+        return self._promise.spare_host_bytes()
+
     def _report(self, skipped: bool, *, in_part: bool = False) -> None:
         engine, self._skipped = self._engine, None
         counts = engine.lanes.counts

@@ -200,7 +200,8 @@ class Stepper:
             engine.loss_scale.stepped(grad_scale)
         other = factor is None or factor.is_other_than(1.0 / grad_scale)
         self.early.stepped(other_factor=other, scale=grad_scale)
-        engine.stepped(factor is None)
+        if engine.observer is not None:
+            engine.observer.step_over(skipped=factor is None)
         return factor is not None
 
     def _factor(self, grad_scale: float) -> Factor | None:
