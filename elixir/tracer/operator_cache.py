@@ -240,25 +240,20 @@ class OperatorCache:
             container=type(result),
             outputs=[self._spec(item) for item in outputs],
         )
-        key = self._key(op, arguments)
-        if key is not None and op.makes_tensors and _repeatable(outputs, arguments.tensors):
-            self._seen[key] = outcome
+        repeats = self._enabled and arguments.key is not None and op.makes_tensors
+        if repeats and _repeatable(outputs, arguments.tensors):
+            self._seen[op, torch.get_default_dtype(), arguments.key] = outcome
         return result, tensors, outcome
 
     def recall(self, op: Traits, arguments: Arguments) -> Outcome | None:
         """The outcome of an operator that makes something, if `run` has met the signature before."""
-        return self._seen.get(self._key(op, arguments))
+        return self._seen.get((op, torch.get_default_dtype(), arguments.key))
 
     def _spec(self, item: torch.Tensor | int | None) -> Spec | int | None:
         if not isinstance(item, torch.Tensor):
             return item
         held_bytes = self._target.round_bytes(item.untyped_storage().nbytes())
         return item.size(), item.stride(), item.dtype, held_bytes
-
-    def _key(self, op: Traits, arguments: Arguments) -> Any:
-        if not self._enabled or arguments.key is None:
-            return None
-        return op, torch.get_default_dtype(), arguments.key
 
     def call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """The result of an operator that runs anew, such as one that writes to an argument."""

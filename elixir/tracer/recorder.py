@@ -66,8 +66,8 @@ class Recorder(TorchDispatchMode):
         self._operators = OperatorCache(target, cache)
         self.host = HostCopies(target, ledger, order, shadows)
         self._around = contextlib.ExitStack()
-        self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
-        """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
+        self._workspaces = dict(enumerate(ledger.set_aside(2 * target.matrix_libraries, "workspace")))
+        """The workspaces of each library, in forward and in backward, for which no product has asked yet."""
         self.fused_costs = FusedCosts(())
         """Costs of operators in compiled layers."""
         self.user_objects = UserObjects()
@@ -355,8 +355,8 @@ class Recorder(TorchDispatchMode):
     def _hold_workspaces(self, func: Any, args: Any, phase: str, module: str) -> None:
         """Counts what libraries keep for a thread: from its first product on, so that later steps begin with it."""
         for library, nbytes in enumerate(self._target.matmul_workspace_bytes(func, args)):
-            record = self._workspaces[2 * library + (phase != "forward")]
-            if not record.nbytes:
+            record = self._workspaces.pop(2 * library + (phase != "forward"), None)
+            if record is not None:
                 record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
 
 
