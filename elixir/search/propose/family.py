@@ -156,9 +156,7 @@ class Family:
     @cached_property
     def _orders(self) -> tuple[Ints, Ints]:
         """Chunks in the order in which their weights get the device: most loads a byte first."""
-        uses = np.zeros(self.count)
-        for _, chunks, _ in self.work.entries:
-            uses[list(chunks)] += 1
+        uses = np.bincount([c for _, chunks, _ in self.work.entries for c in chunks], minlength=self.count)
         worth = -np.round(uses * self.model.shard_bytes / np.maximum(self.weight_bytes, 1), 2)
         place = np.argsort(np.lexsort((np.arange(self.count), self._before_s)), kind="stable")
         return np.lexsort((place, worth)), np.lexsort((_reversed_bits(place), worth))

@@ -52,7 +52,7 @@ class Floors:
         self._several, self._replicated = times.shards > 1, times.rates.replicas > 1
         self._trained: Bools = np.array([chunk.grad_bytes > 0 for chunk in work.chunks], dtype=bool)
         self._outsized: Bools = np.array([chunk.outsized for chunk in work.chunks], dtype=bool)
-        self._able: Bools = np.array([work.can_update_early(c) for c in range(count)], dtype=bool)
+        self._able: Bools = np.array(work.early_able, dtype=bool)
         self._in_forward, self._in_backward = (
             np.isin(np.arange(count), list(chain.from_iterable(chunks)))
             for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])

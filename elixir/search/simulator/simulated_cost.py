@@ -23,6 +23,8 @@ from elixir.search.simulator.replay import COMPUTE, STEADY_BATCH, Replay
 from elixir.search.simulator.work_times import ActivationMoves, Case, Events, WorkTimes
 from elixir.step_trace import StepTrace
 
+_LATEST = 8
+"""Machines that are kept as they come to an optimizer step; a search tries updates of few placements in turn."""
 _LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
 
@@ -54,9 +56,10 @@ class SimulatedCost:
         if not 0 < compute_scale < math.inf:
             raise InputError(f"compute_scale must be a finite number above 0, got {compute_scale!r}")
         self.clipped, self._like = clipped, like
+        self.dtype: str = main_dtype(trace) if like is None else like.dtype
         self.rates = Rates(
             hardware,
-            main_dtype(trace),
+            self.dtype,
             setting.world_size,
             setting.ranks_per_host,
             moments=setting.moments,
@@ -69,7 +72,8 @@ class SimulatedCost:
         # A copy that is clipped shares all of these.
         self._times: dict[MemoryModel, WorkTimes] = {}
         self._known: dict[tuple[MemoryModel, Placement, int, int, bool], dict[str, float]] = {}
-        self._latest: list[tuple[Case, Replay, list[Events]]] = []  # at most one
+        self._homes: dict[tuple[MemoryModel, Placement], tuple[dict[int, float], float]] = {}
+        self._latest: dict[tuple[MemoryModel, Placement, int, int, int], tuple[Replay, list[Events]]] = {}
 
     def times(self, model: MemoryModel) -> WorkTimes:
         """Seconds of every piece of work of a packing."""
@@ -111,7 +115,9 @@ class SimulatedCost:
             rule: see `elixir.search.propose.family.Shape`.
         """
         times, needed = self.times(model), (model.second_set_bytes * model.setting.ranks_per_host).tolist()
-        home_s, until_s = gradients_home_s(times, placement)
+        if (model, placement) not in self._homes:
+            self._homes[model, placement] = gradients_home_s(times, placement)
+        home_s, until_s = self._homes[model, placement]
         home_s = {chunk: at_s for chunk, at_s in home_s.items() if needed[chunk] <= left_bytes}
         if not home_s or left_bytes <= 0:
             return frozenset()
@@ -132,12 +138,15 @@ class SimulatedCost:
         shared = replace(case, clipped=False)
         if case.times.model.setting.accumulation == 1 and not case.times.rates.contention:
             shared = replace(shared, placement=case.placement.updated_early(()))
-        if not self._latest or self._latest[0][0] != shared:
+        key = case.times.model, shared.placement, case.result.blocks, case.result.prefetch_depth, case.grad_blocks
+        if key not in self._latest:
             machine = Replay(shared)  # two of its batches are enough: one that adds gradients, after one that does not
             machine.run(shared.batches(min(count, 2), updated=False))
             machine.settle()
-            self._latest[:] = [(shared, machine, shared.batches(count, updated=True))]
-        _, begun, batches = self._latest[0]
+            if len(self._latest) == _LATEST:
+                del self._latest[next(iter(self._latest))]
+            self._latest[key] = machine, shared.batches(count, updated=True)
+        begun, batches = self._latest[key]
         machine = begun.fork()
         machine.begin_early(case)
         machine.restart()
@@ -175,11 +184,8 @@ def _apart(whole_s: float, part_s: float) -> float:
 
 def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
     """Chunks that the host can update as soon as their gradients are there."""
-    return frozenset(
-        chunk
-        for chunk, on_device in enumerate(placement.state_on_device)
-        if not on_device and work.can_update_early(chunk)
-    )
+    pairs = enumerate(zip(work.early_able, placement.state_on_device, strict=True))
+    return frozenset(chunk for chunk, (able, on_device) in pairs if able and not on_device)
 
 
 def gradients_home_s(times: WorkTimes, placement: Placement) -> tuple[dict[int, float], float]:
