@@ -83,14 +83,12 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         start = f"{prefix}." if prefix else ""
         for key, value in vars(module).items():
             pairs: Iterable[tuple[Any, Any]]
-            if isinstance(value, (dict, list, tuple)):
-                if not value or key in ("_parameters", "_buffers"):
-                    continue  # another module may have those of the last two by now
-                pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            elif isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 pairs = [(None, value)]
+            elif not isinstance(value, (dict, list, tuple)) or not value or key in ("_parameters", "_buffers"):
+                continue  # another module may have those of the last two by now
             else:
-                continue
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for place, tensor in pairs:
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in registered and not tensor.is_meta:
                     yield f"{start}{key}" + ("" if place is None else f"[{place!r}]"), tensor

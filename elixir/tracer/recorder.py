@@ -21,7 +21,7 @@ from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
-from elixir.tracer.operator_cache import KNOWN_TRAITS, Arguments, OperatorCache, Outcome, Traits, remade, traits
+from elixir.tracer.operator_cache import KNOWN_TRAITS, META, Arguments, OperatorCache, Outcome, Traits, traits
 from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
@@ -212,8 +212,9 @@ class Recorder(TorchDispatchMode):
         outputs, tensors = [], []
         for output in outcome.outputs:
             if type(output) is tuple:
-                tensor = remade(output)
-                self._ledger.follow(tensor, output[3], module, func, node)
+                size, stride, dtype, held_bytes = output
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device=META)
+                self._ledger.follow(tensor, held_bytes, module, func, node)
                 outputs.append(tensor)
                 tensors.append(tensor)
             else:
