@@ -17,7 +17,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.placement import Floats, Placement, Setting
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.replay import COMPUTE, STEADY_BATCH, Replay
 from elixir.search.simulator.work_times import ActivationMoves, Case, Events, WorkTimes
@@ -37,7 +37,7 @@ class SimulatedCost:
         hardware: the machine.
         setting: that of every packing that it is asked for.
         compute_scale, clipped: those of `simulate_step`.
-        like: of the same trace and setting on another machine, whose view of each packing is shared.
+        like: of the same trace and setting on a machine that computes as fast, whose view of each packing is shared.
 
     Raises:
         InputError: the profile has no FLOP/s for the step's dtype, or an argument makes no sense.
@@ -57,15 +57,11 @@ class SimulatedCost:
             raise InputError(f"compute_scale must be a finite number above 0, got {compute_scale!r}")
         self.clipped, self._like = clipped, like
         self.dtype: str = main_dtype(trace) if like is None else like.dtype
-        self.rates = Rates(
-            hardware,
-            self.dtype,
-            setting.world_size,
-            setting.ranks_per_host,
-            moments=setting.moments,
-            replicas=setting.replicas,
-        )
-        accesses_s = self.rates.accesses_s(trace) * compute_scale
+        ranks = setting.world_size, setting.ranks_per_host
+        self.rates = Rates(hardware, self.dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
+        self.unscaled_s: Floats = self.rates.accesses_s(trace) if like is None else like.unscaled_s
+        """Seconds of each access of the trace, without the scale."""
+        accesses_s = self.unscaled_s * compute_scale
         self._of_trace = self.rates, accesses_s, ActivationMoves(trace, self.rates, accesses_s)
         self.compute_s = setting.accumulation * float(accesses_s.sum())
         """Seconds of compute in a step, wherever chunks are, without those of the optimizer."""
@@ -78,8 +74,7 @@ class SimulatedCost:
     def times(self, model: MemoryModel) -> WorkTimes:
         """Seconds of every piece of work of a packing."""
         if model not in self._times:
-            given = self._of_trace
-            like = self._like
+            given, like = self._of_trace, self._like
             self._times[model] = WorkTimes(model, *given) if like is None else like.times(model).at(*given)
         return self._times[model]
 
@@ -184,8 +179,7 @@ def _apart(whole_s: float, part_s: float) -> float:
 
 def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
     """Chunks that the host can update as soon as their gradients are there."""
-    pairs = enumerate(zip(work.early_able, placement.state_on_device, strict=True))
-    return frozenset(chunk for chunk, (able, on_device) in pairs if able and not on_device)
+    return frozenset(c for c, able in enumerate(work.early_able) if able and not placement.state_on_device[c])
 
 
 def gradients_home_s(times: WorkTimes, placement: Placement) -> tuple[dict[int, float], float]:
