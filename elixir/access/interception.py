@@ -192,7 +192,8 @@ class Interception:
         compiled = [unit for unit in units if is_compiled(unit)]
         plain = [unit for unit in units if not is_compiled(unit)]
         inside = {module for unit in units for module in unit.modules()} - {*plain}
-        for module in model.modules():
+        self._modules = list(model.modules())
+        for module in self._modules:
             for parameter in module._parameters.values():
                 if parameter is None:
                     continue
@@ -218,11 +219,10 @@ class Interception:
             kind, name = (nn.Parameter, "a compiled module") if unit in compiled else (None, "a layer")
             mine = [(each, kind or originals[each]) for each in unit.parameters() if each in originals]
             self._units[unit] = OrdinaryWeights(mine, partial(listener.used, function=name))
-        fast = [each for each in model.modules() if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
+        fast = [each for each in self._modules if isinstance(each, HAVE_FAST_PATHS) and each not in inside]
         tracked = [each for each in fast if any(isinstance(it, TrackedParameter) for it in each.parameters())]
         self._fast = [FastPath(each, listener) for each in tracked]
         self._stop_listening = listen(listener)
-        self._modules = list(model.modules())
         self._checkpointing = [each for each in self._modules if hasattr(each, "gradient_checkpointing")]
         self._compiled = self._present_calls()
 
@@ -306,9 +306,10 @@ class Interception:
         # Autograd itself takes off the hooks that an interrupted backward has left.
         if opened.hooks is not None and (innermost_saved_tensors_hooks() or (None,))[0] is opened.hooks.pack_hook:
             opened.hooks.__exit__(None, None, None)
-        if not self._open or self._open[-1] is not opened:  # it could not be entered
+        running = self._open
+        if not running or running[-1] is not opened:  # it could not be entered
             return output
-        self._open.pop()
+        running.pop()
         if opened.end is not None:
             opened.end()
         return self._listener.left(opened.module, output)
@@ -493,13 +494,12 @@ def _announce(
 ) -> None:
     """Announces the parameters that are read; those of views only if the running module or node has not announced
     them. Adds to `held` what is to be given back after the read."""
-    parameters: list[nn.Parameter] = []
+    parameters: dict[int, nn.Parameter] = {}
     for item in found:
         parameter = _parameter_of(item)
-        known = any(parameter is other for other in parameters)
-        if not known and (parameter is item or not listener.holds(parameter)):
-            parameters.append(parameter)
-    if parameters and (pins := listener.used(parameters, name)):  # seldom: modules and nodes keep theirs
+        if parameter is item or not listener.holds(parameter):
+            parameters[id(parameter)] = parameter
+    if parameters and (pins := listener.used([*parameters.values()], name)):  # seldom: modules and nodes keep theirs
         held.append((listener, pins))
     for item in found:
         if type(item) not in TRACKED_PARAMETERS and not item.untyped_storage().nbytes():
@@ -575,14 +575,12 @@ def _is_weight(item: Any) -> bool:
 
 def _tracked(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Finds the tracked parameters and views of them among the arguments, each once."""
-    found: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}
     for item in (*args, *kwargs.values()) if kwargs else args:
         if _is_weight(item):
-            if not any(item is other for other in found):
-                found.append(item)
+            found[id(item)] = item
         elif isinstance(item, (tuple, list, dict, Whole)):
             values = item.elixir_held if isinstance(item, Whole) else item
-            for inner in _tracked(item.values() if isinstance(item, dict) else values, {}):
-                if not any(inner is other for other in found):
-                    found.append(inner)
-    return found
+            inner = _tracked(item.values() if isinstance(item, dict) else values, {})
+            found.update(zip(map(id, inner), inner, strict=True))
+    return [*found.values()]

@@ -116,6 +116,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
+        kinds = {*map(type, vars(module).values()), *map(type, module._buffers.values())}
+        if not any(issubclass(kind, torch.Tensor) for kind in kinds):  # nearly always
+            continue
         if any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__):
             continue  # a metric collects micro-batch by micro-batch, and nothing of the model reads it
         for held in (vars(module), module._buffers):

@@ -91,6 +91,7 @@ class Ledger:
         self._round_bytes = round_bytes
         self._live: dict[int, _StorageRef] = {}
         self.records: list[StorageRecord] = []
+        self._on_host: list[StorageRecord] = []
         self.log: list[int] = []  # index of the record that is born, or ~index of the one that dies
         self.starts: list[int] = []
         """Length of the log at which each operator begins: births and deaths from there on belong to it."""
@@ -124,7 +125,9 @@ class Ledger:
 
     def add_on_host(self, tensor: torch.Tensor, nbytes: int, sort: HostMemory, module: str) -> None:
         """Follows a tensor in host memory, which takes `nbytes` there; it is no part of what lies on the device."""
-        self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, None)).on_host = sort
+        record = self._lives(tensor.untyped_storage(), self._born(nbytes, "activations", module, None))
+        record.on_host = sort
+        self._on_host.append(record)
 
     def add_bytes(self, nbytes: int, kind: Kind, module: str, operator: Any) -> StorageRecord:
         """Bytes that no tensor of the trace stands for, such as an optimizer's states; they stay."""
@@ -162,7 +165,7 @@ class Ledger:
         index = np.where(births, log, ~log)
         sizes = np.array([r.nbytes for r in self.records], dtype=np.int64)
         kinds = np.array([KIND_INDEX[r.kind] for r in self.records], dtype=np.int64)
-        on_host = np.array([r.on_host is not None for r in self.records], dtype=bool)[index]
+        on_host = np.isin(index, [r.index for r in self._on_host])
         delta = np.where(births, sizes[index], -sizes[index])
         by_kind = np.zeros((len(KINDS), len(log)), dtype=np.int64)
         by_kind[kinds[index], np.arange(len(log))] = np.where(on_host, 0, delta)
@@ -172,13 +175,11 @@ class Ledger:
     def host_peak_bytes(self) -> int:
         """The most that PyTorch's allocators take of the host. Pinned memory is never given back, and serves later
         requests of the same power of two alone (`CachingHostAllocator.h`), so each size has a separate peak."""
-        records = self.records
-        if not any(record.on_host in _OF_PYTORCH for record in records):
-            return 0
+        records = {record.index: record for record in self._on_host if record.on_host in _OF_PYTORCH}
         live, peaks = Counter[int](), Counter[int]()  # by size of pinned memory; 0 for all other
-        for entry in self.log:
-            record = records[entry if entry >= 0 else ~entry]
-            if record.on_host in _OF_PYTORCH:
+        for entry in self.log if records else ():
+            record = records.get(entry if entry >= 0 else ~entry)
+            if record is not None:
                 size = record.nbytes if record.on_host == "pinned" else 0
                 live[size] += record.nbytes if entry >= 0 else -record.nbytes
                 peaks[size] = max(peaks[size], live[size])

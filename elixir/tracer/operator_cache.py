@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 DROPOUT = "dropout_p"
 """Argument of attention that says how much it drops."""
-_META = torch.device("meta")
+META = torch.device("meta")
 _NAMESPACES = frozenset({"aten", "prims"})
 """Operators of others may do more than their schema says."""
 _VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -240,14 +240,14 @@ class OperatorCache:
             container=type(result),
             outputs=[self._spec(item) for item in outputs],
         )
-        key = self._key(op, arguments)
-        if key is not None and op.makes_tensors and _repeatable(outputs, arguments.tensors):
-            self._seen[key] = outcome
+        repeats = self._enabled and arguments.key is not None and op.makes_tensors
+        if repeats and _repeatable(outputs, arguments.tensors):
+            self._seen[op, torch.get_default_dtype(), arguments.key] = outcome
         return result, tensors, outcome
 
     def recall(self, op: Traits, arguments: Arguments) -> Outcome | None:
         """The outcome of an operator that makes something, if `run` has met the signature before."""
-        return self._seen.get(self._key(op, arguments))
+        return self._seen.get((op, torch.get_default_dtype(), arguments.key))
 
     def _spec(self, item: torch.Tensor | int | None) -> Spec | int | None:
         if not isinstance(item, torch.Tensor):
@@ -255,40 +255,30 @@ class OperatorCache:
         held_bytes = self._target.round_bytes(item.untyped_storage().nbytes())
         return item.size(), item.stride(), item.dtype, held_bytes
 
-    def _key(self, op: Traits, arguments: Arguments) -> Any:
-        if not self._enabled or arguments.key is None:
-            return None
-        return op, torch.get_default_dtype(), arguments.key
-
     def call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """The result of an operator that runs anew, such as one that writes to an argument."""
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:
             # Kernels take a number on the CPU next to a tensor elsewhere, meta's do not.
-            return op.func(*args[:2], args[2].to(_META), **kwargs)
+            return op.func(*args[:2], args[2].to(META), **kwargs)
         return op.func(*args, **kwargs)
 
 
 _FILLS_WITH_A_TENSOR = frozenset({aten.masked_fill.Tensor, aten.masked_fill_.Tensor})
 
 
-def remade(spec: Spec) -> torch.Tensor:
-    """A tensor of a remembered size, stride and dtype."""
-    return torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
-
-
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     """The meta kernel takes bfloat16 only, the kernels of the devices take other dtypes as well."""
     dtype = args[0].dtype
     cast = [
-        torch.empty_strided(arg.size(), arg.stride(), dtype=torch.bfloat16, device=_META)
+        torch.empty_strided(arg.size(), arg.stride(), dtype=torch.bfloat16, device=META)
         if isinstance(arg, torch.Tensor) and arg.dtype == dtype
         else arg
         for arg in args
     ]
     result = func(*cast, **kwargs)
-    return torch.empty_strided(result.size(), result.stride(), dtype=dtype, device=_META)
+    return torch.empty_strided(result.size(), result.stride(), dtype=dtype, device=META)
 
 
 def _check_one_dtype(func: Any, tensors: list[torch.Tensor]) -> None:
@@ -313,10 +303,10 @@ def _repeatable(outputs: list[Any], inputs: list[torch.Tensor]) -> bool:
     for item in outputs:
         if item is None or type(item) is int:
             continue
-        if type(item) is not torch.Tensor or item.device != _META or item.storage_offset() or item.dtype.is_complex:
+        if type(item) is not torch.Tensor or item.device != META or item.storage_offset() or item.dtype.is_complex:
             return False
         storage = item.untyped_storage()
-        plain = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=_META)
+        plain = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=META)
         if storage._cdata in seen or storage.nbytes() != plain.untyped_storage().nbytes():
             return False
         seen.add(storage._cdata)

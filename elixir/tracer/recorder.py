@@ -21,7 +21,7 @@ from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operation_kinds import operation_of, passing
-from elixir.tracer.operator_cache import KNOWN_TRAITS, Arguments, OperatorCache, Outcome, Traits, remade, traits
+from elixir.tracer.operator_cache import KNOWN_TRAITS, META, Arguments, OperatorCache, Outcome, Traits, traits
 from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.user_objects import UserObjects
@@ -66,8 +66,8 @@ class Recorder(TorchDispatchMode):
         self._operators = OperatorCache(target, cache)
         self.host = HostCopies(target, ledger, order, shadows)
         self._around = contextlib.ExitStack()
-        self._workspaces = ledger.set_aside(2 * target.matrix_libraries, "workspace")
-        """The workspaces of each library, in forward and in backward: of no bytes until a product asks for one."""
+        self._workspaces = dict(enumerate(ledger.set_aside(2 * target.matrix_libraries, "workspace")))
+        """The workspaces of each library, in forward and in backward, for which no product has asked yet."""
         self.fused_costs = FusedCosts(())
         """Costs of operators in compiled layers."""
         self.user_objects = UserObjects()
@@ -212,8 +212,9 @@ class Recorder(TorchDispatchMode):
         outputs, tensors = [], []
         for output in outcome.outputs:
             if type(output) is tuple:
-                tensor = remade(output)
-                self._ledger.follow(tensor, output[3], module, func, node)
+                size, stride, dtype, held_bytes = output
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device=META)
+                self._ledger.follow(tensor, held_bytes, module, func, node)
                 outputs.append(tensor)
                 tensors.append(tensor)
             else:
@@ -355,8 +356,8 @@ class Recorder(TorchDispatchMode):
     def _hold_workspaces(self, func: Any, args: Any, phase: str, module: str) -> None:
         """Counts what libraries keep for a thread: from its first product on, so that later steps begin with it."""
         for library, nbytes in enumerate(self._target.matmul_workspace_bytes(func, args)):
-            record = self._workspaces[2 * library + (phase != "forward")]
-            if not record.nbytes:
+            record = self._workspaces.pop(2 * library + (phase != "forward"), None)
+            if record is not None:
                 record.nbytes, record.module, record.operator = self._target.round_bytes(nbytes), module, func
 
 

@@ -28,7 +28,7 @@ from elixir.models.model_tensors import ModuleState, fingerprint
 from elixir.models.quantised import unwrapped_subclasses
 from elixir.models.step import check_step
 from elixir.models.user_code import COMPUTATION, FILTERS, GENERATORS, restored
-from elixir.step_trace import StepShape, StepTrace, Unit
+from elixir.step_trace import Form, StepShape, StepTrace, Unit
 from elixir.tracer.compiled import CompiledLayers, Kinds
 from elixir.tracer.device import target_for
 from elixir.tracer.device.autograd_in_place import references_when_alone
@@ -162,9 +162,10 @@ def trace_step(  # noqa: PLR0913 - a public entry point
                 changed = None if state is None else state.changed()
                 order.finish()
                 order.join_units(compiled)
-                if regions := order.checkpointed():
+                regions = order.checkpointed()
+                if not {unit.name for unit in layers.values()}.issuperset(regions):
                     layers = layer_units(model, compile=compile, checkpointed=regions)
-                units = _units_of(layers.values(), order)
+                units = _units_of(layers.values(), order, regions)
                 step_end = len(ledger)
                 trained = any(parameter.grad is not None for parameter in parameters)
                 phase = run_optimizer(optimizer if trained else None, optimizer_kernel, parameters, ledger, target)
@@ -280,13 +281,16 @@ def _compiled(model: nn.Module, layers: Mapping[nn.Module, Unit]) -> dict[str, M
     }
 
 
-def _units_of(layers: Collection[Unit], order: UseOrder) -> tuple[Unit, ...]:
-    """The units, of which those whose weights are read piece by piece are not fetched as one."""
+def _units_of(layers: Collection[Unit], order: UseOrder, regions: Collection[str]) -> tuple[Unit, ...]:
+    """The units, those that ran again as checkpointed; if weights are read piece by piece, they are not fetched as
+    one."""
     piecewise = order.units_read_piecewise({unit.name for unit in layers})
-    return tuple(
-        replace(unit, fetch="parameters") if unit.name in piecewise and unit.form != "compiled" else unit
-        for unit in layers
-    )
+
+    def found(unit: Unit) -> Unit:
+        form: Form = "checkpointed" if unit.name in regions else unit.form
+        return replace(unit, form=form, fetch="parameters" if unit.name in piecewise else unit.fetch)
+
+    return tuple(unit if unit.form == "compiled" else found(unit) for unit in layers)
 
 
 def _sized(shape: StepShape, inp: Any, tensors: Sequence[torch.Tensor]) -> StepShape:

@@ -185,8 +185,7 @@ class UseOrder(AccessListener):
     def used(self, parameters: list[nn.Parameter], function: str) -> Pins:
         """A function is about to read parameters."""
         phase, module, _ = self.place()
-        found = [self._index.get(parameter) for parameter in parameters]
-        indices = [index for index in found if index is not None]
+        indices = [self._index[parameter] for parameter in parameters if parameter in self._index]
         position = self._record(phase, indices, module, function)
         scope = self._scope(phase)
         scope.uses.append(position)
@@ -269,7 +268,7 @@ class UseOrder(AccessListener):
             self._unit_position, self._unit_ended = len(self._log), True
         scope = self._scopes.pop()
         self._end(scope)
-        views = [view for view in scope.views if view() is not None]
+        views = scope.views and [view for view in scope.views if view() is not None]
         if views and self._scopes:
             self._scopes[-1].views += views
         if views and self.phase() == "forward":  # what stops a recompute keeps the frames that it ends

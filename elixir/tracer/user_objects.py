@@ -142,6 +142,8 @@ class UserObjects:
         self._entries = 0
         self._containers: list[tuple[Any, Any, Any]] = []
         """The class that fills it, the container, and what it held."""
+        self._empty: list[dict[Any, Any]] = []
+        """Dicts of modules that held nothing, which most of them are."""
         self._states: list[Callable[[], Any]] = []
 
     def remember(self, roots: Iterable[Any]) -> None:
@@ -182,9 +184,9 @@ class UserObjects:
 
     def restore(self) -> None:
         """Puts changed values back."""
-        changed = [each for each in self._containers if (each[1] or each[2]) and not _same(*each)]  # most are empty
+        changed = [each for each in self._containers if not _same(*each)]
         back = [functools.partial(_put_back, *each) for each in changed]
-        uninterrupted([self._restore_tensors, *back, *self._states])
+        uninterrupted([self._restore_tensors, *(each.clear for each in self._empty if each), *back, *self._states])
 
     def _push(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -234,13 +236,16 @@ class UserObjects:
         self._containers.append((dict, held, held.copy()))
         for value in held.values():
             kind = type(value)
-            if kind is dict or kind is collections.OrderedDict:
-                self._seen[id(value)] = value
-                self._containers.append((kind, value, value.copy() if value else {}))
-                if value:
-                    self._push(value.values())
+            if kind is not dict and kind is not collections.OrderedDict:
+                if kind not in _VALUES or self._writes_unseen:
+                    self._push((value,))
+                continue
+            self._seen[id(value)] = value
+            if value:
+                self._containers.append((kind, value, value.copy()))
+                self._push(value.values())
             else:
-                self._push((value,))
+                self._empty.append(value)
 
     def _object(self, item: Any) -> None:
         kind: Any = type(item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -153,7 +154,6 @@ class PackedStep:
             (entry for entry, (phase, _, _) in enumerate(self.entries) if phase != "forward"), len(self.entries)
         )
         self._schedules: dict[frozenset[int], dict[int, Schedule]] = {}  # by resident chunks, and by depth
-        self._can_update_early: dict[int, bool] = {}
 
     @property
     def order(self) -> tuple[ChunkUse, ...]:
@@ -195,17 +195,19 @@ class PackedStep:
         arrivals = self.arrivals[index]
         return None if arrivals is None else self.entry_of[self.facts.last_use(arrivals[1])]
 
-    def can_update_early(self, index: int) -> bool:
-        """Whether all gradients of a chunk come, each at once, and nothing reads its weights after the last of them."""
-        if index not in self._can_update_early:
-            members = self.packing.chunks[index].parameters
-            infos = [self.facts.trace.parameters[member] for member in members]
-            arrivals = [info.grad_access for info in infos if info.grad_access is not None and info.grad_arrivals == 1]
-            last_read = max(self.facts.last_access.get(member, -1) for member in members)
-            whole = self.packing.chunks[index].matrices  # which the device has to make orthogonal
-            able = len(arrivals) == len(members) and last_read <= max(arrivals)
-            self._can_update_early[index] = able and not whole
-        return self._can_update_early[index]
+    @cached_property
+    def early_able(self) -> tuple[bool, ...]:
+        """Whether all gradients of each chunk come, each at once, and nothing reads its weights after the last of them;
+        not of matrices, which the device has to make orthogonal."""
+        parameters, last_access = self.facts.trace.parameters, self.facts.last_access
+        once = [info.grad_access if info.grad_arrivals == 1 else None for info in parameters]
+
+        def able(members: Sequence[int]) -> bool:
+            arrivals = [access for access in map(once.__getitem__, members) if access is not None]
+            last_read = max(last_access.get(member, -1) for member in members)
+            return len(arrivals) == len(members) and last_read <= max(arrivals)
+
+        return tuple(not chunk.matrices and able(chunk.parameters) for chunk in self.packing.chunks)
 
     def _chunk_facts(self, index: int) -> ChunkFacts:
         chunk, arrivals, stretch_of = self.packing.chunks[index], self.arrivals[index], self.facts.stretch_of

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -108,12 +108,8 @@ class ParamTable:
             chunks.extend(
                 self._chunk([index], dtype, trainable, True) for index in members if self.aligned[index] > capacity
             )
-            prefix = [0, *accumulate(self.aligned[index] for index in fitting)]
-            start = 0
-            while start < len(fitting):
-                end = bisect_right(prefix, prefix[start] + capacity) - 1
-                chunks.append(self._chunk(fitting[start:end], dtype, trainable, False))
-                start = end
+            ends = _ends([0, *accumulate(self.aligned[index] for index in fitting)], capacity)
+            chunks += [self._chunk(fitting[start:end], dtype, trainable, False) for start, end in pairwise(ends)]
         place = {index: position for position, index in enumerate(self.order)}
         chunks.sort(key=lambda chunk: place[chunk.parameters[0]])
         return Packing(capacity, tuple(chunks))
@@ -146,6 +142,14 @@ class ParamTable:
         return tuple(round_up(max(layers.values()), self.unit_bytes) for _, layers in ranked)
 
 
+def _ends(sums: Sequence[int], capacity: int) -> list[int]:
+    """Cuts parameters, given by running sums of their bytes, into chunks of at most a capacity."""
+    ends = [0]
+    while ends[-1] < len(sums) - 1:
+        ends.append(bisect_right(sums, sums[ends[-1]] + capacity) - 1)
+    return ends
+
+
 GRID_REACH = 3
 """Chunk sizes are searched from the largest parameter up to so many times that, as the first Elixir did."""
 GRID_STEPS = 4096
@@ -171,9 +175,11 @@ def minimum_waste_size(table: ParamTable) -> int:
     low, high = int(grid[0]), int(grid[-1])
     multiples = [k * size for size in table.layer_bytes[:1] for k in range(1, high // size + 1) if k * size >= low]
     sizes, found = np.union1d(grid, np.array(multiples, dtype=np.int64)), list[tuple[int, int]]()
-    while len(sizes):
-        packing = table.pack(int(sizes[-1]))
-        found.append((len(packing.chunks) * packing.block_bytes, packing.block_bytes))
+    groups = [[0, *accumulate(table.aligned[index] for index in members)] for members in table.groups.values()]
+    while len(sizes):  # as `ParamTable.pack`; all parameters fit
+        cuts = [(sums, *cut) for sums in groups for cut in pairwise(_ends(sums, int(sizes[-1])))]
+        block_bytes = round_up(max(1, *(sums[end] - sums[start] for sums, start, end in cuts)), table.unit_bytes)
+        found.append((len(cuts) * block_bytes, block_bytes))
         # Any capacity from the largest chunk up packs alike.
-        sizes = sizes[: np.searchsorted(sizes, packing.block_bytes)]
+        sizes = sizes[: np.searchsorted(sizes, block_bytes)]
     return min(found)[1]

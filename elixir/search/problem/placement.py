@@ -20,6 +20,8 @@ Codes = npt.NDArray[np.int8]
 HOMES = tuple(Home)
 """The number of a home is its place in here."""
 _NUMBER = attrgetter("number")
+_AFTER_NORM = tuple(home.having() if home.early else home for home in HOMES)
+"""The home with its update after the norm, by number."""
 RESIDENT, WEIGHTS, STATES, DISK, EARLY = (
     np.array([getattr(home, name) for home in HOMES], dtype=bool)
     for name in ("resident", "weights_on_device", "states_on_device", "states_on_disk", "early")
@@ -77,8 +79,10 @@ class Placement:
         """Changes the updates: of these chunks early, of all others after the norm."""
         if not (chunks or self.early):
             return self
-        plain = (home.having() if home.early else home for home in self.homes)
-        return Placement(tuple(home.having(update="early") if c in chunks else home for c, home in enumerate(plain)))
+        homes = [*map(_AFTER_NORM.__getitem__, self.codes.tolist())]
+        for c in chunks:
+            homes[c] = homes[c].having(update="early")
+        return Placement(tuple(homes))
 
     @property
     def keeps_everything(self) -> bool:

@@ -156,9 +156,7 @@ class Family:
     @cached_property
     def _orders(self) -> tuple[Ints, Ints]:
         """Chunks in the order in which their weights get the device: most loads a byte first."""
-        uses = np.zeros(self.count)
-        for _, chunks, _ in self.work.entries:
-            uses[list(chunks)] += 1
+        uses = np.bincount([c for _, chunks, _ in self.work.entries for c in chunks], minlength=self.count)
         worth = -np.round(uses * self.model.shard_bytes / np.maximum(self.weight_bytes, 1), 2)
         place = np.argsort(np.lexsort((np.arange(self.count), self._before_s)), kind="stable")
         return np.lexsort((place, worth)), np.lexsort((_reversed_bits(place), worth))
@@ -244,26 +242,26 @@ class Family:
         spare = int(self.budgets.device_bytes - self._rest_bytes(np.array([self.most_away]))[0])
         return min(spare // self.block_bytes, self.count) if self.block_bytes else 0
 
-    def _room(self, away: Ints, blocks: int) -> tuple[Ints, Bools, Bools, Ints]:
-        """Spare bytes without blocks, whether so many blocks fit, whether all weights do instead, and bytes of each
-        weight that is not there yet."""
-        spare = self.budgets.device_bytes - self._rest_bytes(away)
+    def _room(self, away: Ints, blocks: int) -> tuple[Ints, Bools, Bools, Codes, Ints]:
+        """Spare bytes without blocks, whether so many blocks fit, whether all weights do instead, homes with all other
+        weights away, and bytes of each weight that is not there yet."""
+        spare, (codes, held) = self.budgets.device_bytes - self._rest_bytes(away), self._base(away)
         needs = np.tile(self.weight_bytes, (len(away), 1))
-        needs[:, self.steps] = np.where(self._base(away)[1], 0, self.weight_bytes[self.steps])
+        needs[:, self.steps] = np.where(held, 0, self.weight_bytes[self.steps])
         everything = (needs.sum(axis=1) <= spare) & bool(RESIDENT[self.levels[:, 1]].all())
-        return spare, (spare >= blocks * self.block_bytes) | everything, everything, needs
+        return spare, (spare >= blocks * self.block_bytes) | everything, everything, codes, needs
 
     def rows(self, away: Ints, blocks: int, order: int = IN_ORDER, share: float = 1.0) -> Rows:
         """The placements with so many states away and at least so many blocks."""
         key = away.tobytes(), blocks, order, share
         if key in self._rows:
             return self._rows[key]
-        spare, fits, everything, needs = self._room(away, blocks)
+        spare, fits, everything, codes, needs = self._room(away, blocks)
         chosen = self._orders[order]
         room = np.where(everything, spare, share * (spare - blocks * self.block_bytes))
         takes: Bools = np.zeros(needs.shape, dtype=bool)
         takes[:, chosen] = np.cumsum(needs[:, chosen], axis=1) <= room[:, None]
-        codes = np.where(takes & (needs > 0), self.levels[:, 1], self._base(away)[0]).astype(np.int8)
+        codes = np.where(takes & (needs > 0), self.levels[:, 1], codes)
         streamed = (~RESIDENT[codes]).sum(axis=1)
         left = spare - (takes * needs).sum(axis=1)
         most = left // self.block_bytes if self.block_bytes else np.zeros_like(left)

@@ -132,7 +132,11 @@ class Judge:
             host_bytes: needed by placement, second sets left out; None: there is room for all of these.
         """
         rates = tuple(dict.fromkeys(replace(each, clipped=False) for each in among))
-        floors, room = self._floors_at(model, rates), None
+        key, room = (id(model), rates), None
+        if key not in self._floors:
+            nominal = self.spaces[self.nominal]
+            self._floors[key] = Floors([nominal.on(each).cost.times(model) for each in rates])
+        floors = self._floors[key]
         if early and host_bytes is not None and not self.setting.spill:
             room = early_host_bytes(model, self.budgets) - host_bytes
         ahead = prefetch and self.setting.overlap
@@ -145,14 +149,6 @@ class Judge:
         rows = [found[early and not each.clipped][rates.index(replace(each, clipped=False))] for each in among]
         return np.stack(rows)
 
-    def _floors_at(self, model: MemoryModel, rates: tuple[Scenario, ...]) -> Floors:
-        key = id(model), rates
-        if key not in self._floors:
-            nominal = self.spaces[self.nominal]
-            machines = [nominal.on(each).cost.times(model) for each in rates]
-            self._floors[key] = Floors(machines)
-        return self._floors[key]
-
     def bounds(self, some: Sequence[Candidate], among: Sequence[Scenario]) -> Floats:
         """Floors of candidates: [candidate, scenario]."""
         among = tuple(among)
@@ -160,9 +156,8 @@ class Judge:
         for candidate in some:
             if (key_of(candidate), among) not in self._bounds:
                 prefetch = candidate.schedule.prefetch_depth > 0 or not candidate.schedule.blocks
-                groups.setdefault((id(candidate.model), bool(candidate.placement.early), prefetch), []).append(
-                    candidate
-                )
+                kind = id(candidate.model), bool(candidate.placement.early), prefetch
+                groups.setdefault(kind, []).append(candidate)
         for (_, early, prefetch), group in groups.items():
             codes = np.stack([candidate.placement.codes for candidate in group])
             blocks = np.array([candidate.schedule.blocks for candidate in group])
@@ -199,10 +194,6 @@ class Judge:
             for column, scenario in enumerate(among):
                 found[row, column] = known.get(self._as_seen(scenario, early=early), found[row, column])
         return found
-
-    def forget(self, candidate: Candidate) -> None:
-        """Takes a candidate out of the pool."""
-        del self.pool[key_of(candidate)]
 
     @property
     def fitting(self) -> list[Candidate]:

@@ -497,5 +497,5 @@ def judge_updates(space: SearchSpace, budgets: Budgets, plain: Candidate, scenar
         if early:
             judge.seconds(replace(plain, placement=plain.placement.updated_early(early)), judge.nominal)
     if asked and judge.best_s[judge.nominal] < plain_s:
-        judge.forget(plain)
+        del judge.pool[key_of(plain)]
     return judge.outcome(judge.surest())

@@ -14,7 +14,6 @@ from elixir.search.propose.candidate import Candidate
 from elixir.search.propose.judge import Outcome
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.request import SearchRequest
-from elixir.search.simulator.rates import main_dtype
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_bytes, parse_bytes
@@ -68,7 +67,7 @@ def to_plan(space: SearchSpace, outcome: Outcome, budgets: Budgets, request: Sea
             judgements=outcome.judgements,
             regret_if_known={name: regret for name, regret in outcome.regret_if_known.items() if name in unknown},
             flops=trace.flops * space.setting.accumulation,
-            peak_flops_per_s=space.hardware.flops_per_s.get(main_dtype(trace)),
+            peak_flops_per_s=space.hardware.flops_per_s.get(space.cost.dtype),
         ),
         accumulation=space.setting.accumulation * trace.pass_size,
         moments=space.setting.moments,

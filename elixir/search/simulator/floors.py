@@ -52,7 +52,7 @@ class Floors:
         self._several, self._replicated = times.shards > 1, times.rates.replicas > 1
         self._trained: Bools = np.array([chunk.grad_bytes > 0 for chunk in work.chunks], dtype=bool)
         self._outsized: Bools = np.array([chunk.outsized for chunk in work.chunks], dtype=bool)
-        self._able: Bools = np.array([work.can_update_early(c) for c in range(count)], dtype=bool)
+        self._able: Bools = np.array(work.early_able, dtype=bool)
         self._in_forward, self._in_backward = (
             np.isin(np.arange(count), list(chain.from_iterable(chunks)))
             for chunks in (times.entry_chunks[: work.first_backward], times.entry_chunks[work.first_backward :])
@@ -86,9 +86,9 @@ class Floors:
         count = len(times.bytes)
         place: Ints = np.full(count, count, dtype=np.int64)
         place[times.update_order] = np.arange(len(times.update_order))
-        self._updates: Ints = np.argsort(place, kind="stable")
+        self._updates = _in_order(place)
         """Chunks in the order of their updates, which is that of first uses."""
-        self._uses: Ints = np.argsort(self._before_s, kind="stable")
+        self._uses = _in_order(self._before_s)
         sent_place, self._after_sent_s = times.sent
         sends = np.argsort(-sent_place, kind="stable")
         self._sends: Ints = sends[sent_place[sends] >= 0]
@@ -331,6 +331,11 @@ class Floors:
         if IN_FILES[codes].any():
             found = found + _sums(IN_FILES[codes] & self._in_forward, self._by_chunk("file_read_s"))
         return found
+
+
+def _in_order(keys: Ints | Floats) -> Ints | slice:
+    """Indices that sort some keys; if these are in order, all, as a view is taken sooner than a copy."""
+    return np.argsort(keys, kind="stable") if (keys[1:] < keys[:-1]).any() else slice(None)
 
 
 def loads_s(loaded: Bools, seconds: Floats, blocks: Ints) -> Floats:

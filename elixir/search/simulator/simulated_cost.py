@@ -17,12 +17,14 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.schedule import ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep
-from elixir.search.problem.placement import Placement, Setting
+from elixir.search.problem.placement import Floats, Placement, Setting
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.replay import COMPUTE, STEADY_BATCH, Replay
 from elixir.search.simulator.work_times import ActivationMoves, Case, Events, WorkTimes
 from elixir.step_trace import StepTrace
 
+_LATEST = 8
+"""Machines that are kept as they come to an optimizer step; a search tries updates of few placements in turn."""
 _LEAST_SLOWER = 1.01
 """A host that is slowed until memory holds what it makes is slowed by so much at least, each time."""
 
@@ -35,7 +37,7 @@ class SimulatedCost:
         hardware: the machine.
         setting: that of every packing that it is asked for.
         compute_scale, clipped: those of `simulate_step`.
-        like: of the same trace and setting on another machine, whose view of each packing is shared.
+        like: of the same trace and setting on a machine that computes as fast, whose view of each packing is shared.
 
     Raises:
         InputError: the profile has no FLOP/s for the step's dtype, or an argument makes no sense.
@@ -54,28 +56,25 @@ class SimulatedCost:
         if not 0 < compute_scale < math.inf:
             raise InputError(f"compute_scale must be a finite number above 0, got {compute_scale!r}")
         self.clipped, self._like = clipped, like
-        self.rates = Rates(
-            hardware,
-            main_dtype(trace),
-            setting.world_size,
-            setting.ranks_per_host,
-            moments=setting.moments,
-            replicas=setting.replicas,
-        )
-        accesses_s = self.rates.accesses_s(trace) * compute_scale
+        self.dtype: str = main_dtype(trace) if like is None else like.dtype
+        ranks = setting.world_size, setting.ranks_per_host
+        self.rates = Rates(hardware, self.dtype, *ranks, moments=setting.moments, replicas=setting.replicas)
+        self.unscaled_s: Floats = self.rates.accesses_s(trace) if like is None else like.unscaled_s
+        """Seconds of each access of the trace, without the scale."""
+        accesses_s = self.unscaled_s * compute_scale
         self._of_trace = self.rates, accesses_s, ActivationMoves(trace, self.rates, accesses_s)
         self.compute_s = setting.accumulation * float(accesses_s.sum())
         """Seconds of compute in a step, wherever chunks are, without those of the optimizer."""
         # A copy that is clipped shares all of these.
         self._times: dict[MemoryModel, WorkTimes] = {}
         self._known: dict[tuple[MemoryModel, Placement, int, int, bool], dict[str, float]] = {}
-        self._latest: list[tuple[Case, Replay, list[Events]]] = []  # at most one
+        self._homes: dict[tuple[MemoryModel, Placement], tuple[dict[int, float], float]] = {}
+        self._latest: dict[tuple[MemoryModel, Placement, int, int, int], tuple[Replay, list[Events]]] = {}
 
     def times(self, model: MemoryModel) -> WorkTimes:
         """Seconds of every piece of work of a packing."""
         if model not in self._times:
-            given = self._of_trace
-            like = self._like
+            given, like = self._of_trace, self._like
             self._times[model] = WorkTimes(model, *given) if like is None else like.times(model).at(*given)
         return self._times[model]
 
@@ -111,7 +110,9 @@ class SimulatedCost:
             rule: see `elixir.search.propose.family.Shape`.
         """
         times, needed = self.times(model), (model.second_set_bytes * model.setting.ranks_per_host).tolist()
-        home_s, until_s = gradients_home_s(times, placement)
+        if (model, placement) not in self._homes:
+            self._homes[model, placement] = gradients_home_s(times, placement)
+        home_s, until_s = self._homes[model, placement]
         home_s = {chunk: at_s for chunk, at_s in home_s.items() if needed[chunk] <= left_bytes}
         if not home_s or left_bytes <= 0:
             return frozenset()
@@ -132,12 +133,15 @@ class SimulatedCost:
         shared = replace(case, clipped=False)
         if case.times.model.setting.accumulation == 1 and not case.times.rates.contention:
             shared = replace(shared, placement=case.placement.updated_early(()))
-        if not self._latest or self._latest[0][0] != shared:
+        key = case.times.model, shared.placement, case.result.blocks, case.result.prefetch_depth, case.grad_blocks
+        if key not in self._latest:
             machine = Replay(shared)  # two of its batches are enough: one that adds gradients, after one that does not
             machine.run(shared.batches(min(count, 2), updated=False))
             machine.settle()
-            self._latest[:] = [(shared, machine, shared.batches(count, updated=True))]
-        _, begun, batches = self._latest[0]
+            if len(self._latest) == _LATEST:
+                del self._latest[next(iter(self._latest))]
+            self._latest[key] = machine, shared.batches(count, updated=True)
+        begun, batches = self._latest[key]
         machine = begun.fork()
         machine.begin_early(case)
         machine.restart()
@@ -175,11 +179,7 @@ def _apart(whole_s: float, part_s: float) -> float:
 
 def can_step(work: PackedStep, placement: Placement) -> frozenset[int]:
     """Chunks that the host can update as soon as their gradients are there."""
-    return frozenset(
-        chunk
-        for chunk, on_device in enumerate(placement.state_on_device)
-        if not on_device and work.can_update_early(chunk)
-    )
+    return frozenset(c for c, able in enumerate(work.early_able) if able and not placement.state_on_device[c])
 
 
 def gradients_home_s(times: WorkTimes, placement: Placement) -> tuple[dict[int, float], float]:

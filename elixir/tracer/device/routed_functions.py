@@ -29,14 +29,15 @@ aten = torch.ops.aten
 
 _Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_ATTENTION: dict[AttentionKernel, Any] = {
+_OPERATORS: dict[AttentionKernel, Any] = {
     "math": aten._scaled_dot_product_attention_math.default,
     "cpu_flash": aten._scaled_dot_product_flash_attention_for_cpu.default,
     "cudnn": aten._scaled_dot_product_cudnn_attention.default,
     "flash": aten._scaled_dot_product_flash_attention.default,
     "efficient": aten._scaled_dot_product_efficient_attention.default,
 }
-"""Kernel -> its operator, which names its arguments as the others do."""
+_ATTENTION = {kernel: (found, {each.name for each in found._schema.arguments}) for kernel, found in _OPERATORS.items()}
+"""Kernel -> its operator, which names its arguments as the others do, and their names."""
 _FLASH_WIDTH = 8
 """Flash takes heads of multiples of it, to which others are padded."""
 _EFFICIENT_BIAS_ALIGNMENT = 8
@@ -199,8 +200,7 @@ def _attention(target: Target) -> Callable[..., torch.Tensor]:
             "attn_mask": bias, "attn_bias": bias, "compute_log_sumexp": saves, "dropout_p": dropout_p,
             "is_causal": is_causal, "return_debug_mask": False, "scale": scale, "enable_gqa": enable_gqa,
         }  # fmt: skip
-        operator = _ATTENTION[kernel]
-        names = {argument.name for argument in operator._schema.arguments}
+        operator, names = _ATTENTION[kernel]
         output: torch.Tensor = operator(query, key, value, **{name: given[name] for name in given if name in names})[0]
         return output[..., :width] if padding else output
 

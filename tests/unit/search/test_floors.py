@@ -73,7 +73,7 @@ def random_placement(draw: random.Random, model: MemoryModel) -> Placement:
             and (home.weights != "files" or model.setting.frozen_weights == "files")
             and (several or home.resident == home.weights_on_device)
             and (home.resident if chunk.outsized else not several or home.resident == gathered)
-            and (not home.early or model.work.can_update_early(c))
+            and (not home.early or model.work.early_able[c])
         ]
         plain = [home for home in able if not home.states_on_disk]
         homes.append(draw.choice(able if draw.random() < bias else plain))

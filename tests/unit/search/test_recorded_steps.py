@@ -103,7 +103,7 @@ def some_homes(draw: random.Random, model: MemoryModel) -> Placement:
         able = model.work.chunks[chunk].trainable and not home.states_on_device
         if able and draw.random() < 0.2:
             homes[chunk] = home.having("disk")
-        elif able and early and draw.random() < 0.4 and model.work.can_update_early(chunk):
+        elif able and early and draw.random() < 0.4 and model.work.early_able[chunk]:
             homes[chunk] = home.having(update="early")
     return Placement(tuple(homes))
 

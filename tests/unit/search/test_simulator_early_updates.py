@@ -24,7 +24,7 @@ from tests.common.synthetic_trace import TraceBuilder
 def _able(trace: StepTrace, capacity: int = NUMEL * 4) -> list[bool]:
     """Whether each chunk of one parameter can be updated early."""
     work = SearchSpace(trace, Speeds().machine(), Setting(1, 1, StateSize(8), True)).model(capacity).work
-    return [work.can_update_early(chunk) for chunk in range(len(work.chunks))]
+    return list(work.early_able)
 
 
 def _with(trace: StepTrace, index: int, **changes: Any) -> StepTrace:
