@@ -63,6 +63,10 @@ class Ranks:
         return values
 
 
+ALONE = Ranks()
+"""The one process of a measurement without torchrun."""
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """Joins the ranks that torchrun started in a process group until the end; gives one rank without torchrun.
@@ -74,7 +78,7 @@ def joined() -> Iterator[Ranks]:
         RankError: the ranks do not find each other.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield Ranks()
+        yield ALONE
         return
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
