@@ -151,7 +151,7 @@ def measure_briefly(
         for field, (value, what) in _found(rates, next_to_lanes, dtype_name(dtype)).items()
     }
     found["step_range"] = (STEP_RANGE, "assumption: as on one idle machine")
-    return profile_of("measured-briefly", system_facts(HOST) | found, {}, preset("cpu"))
+    return profile_of("measured-briefly", system_facts(HOST) | found, preset("cpu"))
 
 
 def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> list[_Rate]:

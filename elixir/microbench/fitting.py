@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from elixir.errors import InputError
 from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
@@ -29,9 +29,9 @@ MIN_RATE_SHARE = 0.6
 other work kept the cores busy: threads that wait for a core wait for milliseconds."""
 MAX_LATENCY_S = 5e-3
 """Largest latency that is believed: a thread that waits for its turn on a core takes longer to start."""
-_UNITS = {"numel": "elements", "flops": "FLOP", "bytes": "bytes"}
 Found = dict[str, tuple[Any, str]]
-"""Field of `HardwareProfile` -> its value and source; without a source, it needs none."""
+"""Field of `HardwareProfile`, or a fit such as ``fits.host_memory`` -> its value and source; without a source, it needs
+none."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class Series:
     """How many ranks did so at once."""
     fit: RateFit | None = None
     problem: str = ""
-
-    @property
-    def unit(self) -> str:
-        """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
-        return _UNITS[fit_unit(self.key)]
 
     @property
     def per_s(self) -> float:
@@ -125,23 +120,20 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
     return RateFit(float(latency_s), float(1 / inverse), float(errors[worst]), tuple(points))
 
 
-def profile_of(
-    name: str, found: Found, fits: Mapping[str, tuple[RateFit, str]], base: HardwareProfile | None = None
-) -> HardwareProfile:
+def profile_of(name: str, found: Found, base: HardwareProfile | None = None) -> HardwareProfile:
     """A profile measured today.
 
     Args:
         name: of the profile.
-        found: its fields.
-        fits: key -> fit and source.
+        found: its fields and fits.
         base: has the fields that are not in `found`; None: they are unknown.
     """
-    values = {field: value for field, (value, _) in found.items()}
-    values |= {"name": name, "measured_at": today(), "fits": {key: fit for key, (fit, _) in fits.items()}}
+    fits = {key[5:]: value for key, (value, _) in found.items() if key.startswith("fits.")}
+    values = {field: value for field, (value, _) in found.items() if not field.startswith("fits.")}
+    values |= {"name": name, "measured_at": today(), "fits": fits}
     sources = {field: source for field, (_, source) in found.items() if source}
     if fits:
         sources["fits"] = "measured: latency and rate with the least squared relative error; each has a separate line"
-    sources |= {f"fits.{key}": source for key, (_, source) in fits.items()}
     if base is None:
         return HardwareProfile(sources=sources, **values)
     return dataclasses.replace(base, sources=base.sources | sources, **values)

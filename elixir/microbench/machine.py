@@ -132,6 +132,6 @@ def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[Pat
         how = f"measured: {CUDA_BLOCK_OPERATORS} operators of {LAUNCH_NUMEL} elements, forward and backward"
         found["launch_s"] = (call_s(bench.device), how)
         found["devices_per_host"] = (torch.cuda.device_count(), "read from the driver: visible devices")
-    fits = {key: (result.fit, result.source) for key, result in given.items() if result.fit is not None}
+    found |= {f"fits.{key}": (result.fit, result.source) for key, result in given.items() if result.fit is not None}
     name = re.sub(r"[^a-z0-9]+", "-", found["device_name"][0].split(",")[0].lower()).strip("-")
-    return profile_of(f"measured-{name}", found, fits)
+    return profile_of(f"measured-{name}", found)

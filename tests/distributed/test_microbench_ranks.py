@@ -22,7 +22,7 @@ TINY = Effort(2, 2, 0.0, 4, 2**21, 2**18, 1e-3)
 
 
 def ranks_here(rank: int, size: int) -> Ranks:
-    return Ranks(size, rank, size, rank, torch.distributed.group.WORLD)
+    return Ranks(size, rank, size, rank)
 
 
 def measured(rank: int, size: int) -> dict[str, Series]:

@@ -41,7 +41,7 @@ def test_both_ways_are_measured_and_no_file_is_left(
     found = disk_series(QUICK, tmp_path)
     assert tuple(series.key for series in found) == disk.KEYS
     for series in found:
-        assert series.unit == "bytes"
+        assert frame.unit_of(series) == "bytes"
         assert [amount for amount, _ in series.points] == sorted({amount for amount, _ in series.points})
         assert all(amount % DIRECT_BYTES == 0 and seconds > 0 for amount, seconds in series.points)
         assert ("pages dropped" in series.how) >= (not direct)
