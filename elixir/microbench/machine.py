@@ -57,10 +57,10 @@ def measure(
     device, first = default_device(together), together.rank == 0
     alone, at_once = Bench(device, quick), Bench(device, quick, together)
     folders = [disk_folder] if isinstance(disk_folder, (str, os.PathLike)) else list(disk_folder or ())
-    single = single_jobs(alone) if first else []
+    single = machine_jobs(alone) if first else []
     if first and folders:
         single += disk_jobs(alone, *folders)
-    shared = rank_jobs(at_once)
+    shared = machine_jobs(at_once) if together.size > 1 else []
 
     def begins(title: str) -> None:
         if progress is not None and first:
@@ -77,16 +77,10 @@ def measure(
     return profile
 
 
-def single_jobs(bench: Bench) -> list[Job]:
-    """The jobs that one process measures by itself."""
-    return [*transfer_jobs(bench), *adam_jobs(bench), *compute_jobs(bench)]
-
-
-def rank_jobs(bench: Bench) -> list[Job]:
-    """The jobs that several ranks measure at once; none for one rank."""
-    if bench.ranks.size == 1:
-        return []
-    return [*transfer_jobs(bench), *adam_jobs(bench), *collective_jobs(bench)]
+def machine_jobs(bench: Bench) -> list[Job]:
+    """The jobs that one process measures by itself, or those that several ranks measure at once."""
+    last = compute_jobs(bench) if bench.ranks.size == 1 else collective_jobs(bench)
+    return [*transfer_jobs(bench), *adam_jobs(bench), *last]
 
 
 def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[PathLike]) -> HardwareProfile:

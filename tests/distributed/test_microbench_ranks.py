@@ -28,7 +28,7 @@ def ranks_here(rank: int, size: int) -> Ranks:
 def measured(rank: int, size: int) -> dict[str, Series]:
     bench_module._EFFORTS = dict.fromkeys([("cpu", False), ("cpu", True)], TINY)
     bench = Bench(torch.device("cpu"), True, ranks_here(rank, size))
-    return {result.key: result for result in run_jobs(machine.rank_jobs(bench))}
+    return {result.key: result for result in run_jobs(machine.machine_jobs(bench))}
 
 
 def test_all_ranks_have_the_same_points_under_keys_that_say_so() -> None:
