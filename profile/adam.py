@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from frame import run_script
 
-from elixir.microbench.bench import Bench, Job
-from elixir.microbench.compute import adam_jobs, all_threads_jobs
-
-
-def jobs(bench: Bench) -> list[Job]:
-    """The jobs by thread count for one rank; for several, with the threads of a training job."""
-    return adam_jobs(bench) if bench.ranks.size == 1 else all_threads_jobs(bench)
-
+from elixir.microbench.compute import adam_jobs
 
 if __name__ == "__main__":
-    print(run_script(jobs, __doc__), end="")
+    print(run_script(adam_jobs, __doc__), end="")

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from frame import run_script
 
-from elixir.microbench.bench import Bench, Workload
-from elixir.microbench.transfers import link_jobs, transfer_jobs
-
-
-def jobs(bench: Bench) -> list[Workload]:
-    """Everything for one rank; the links that ranks share for several."""
-    return transfer_jobs(bench) if bench.ranks.size == 1 else link_jobs(bench)
-
+from elixir.microbench.transfers import transfer_jobs
 
 if __name__ == "__main__":
-    print(run_script(jobs, __doc__), end="")
+    print(run_script(transfer_jobs, __doc__), end="")

@@ -13,11 +13,13 @@ import torch
 from elixir.artifact import check_writable, write_atomically
 from elixir.errors import ElixirError, InputError
 from elixir.hardware.memory import check_device
+from elixir.hardware.rate_fit import fit_unit
 from elixir.microbench.bench import Bench, Job, default_device, run_jobs
 from elixir.microbench.fitting import Series, today
 from elixir.microbench.ranks import joined
 from elixir.units import format_seconds
 
+_UNITS = {"numel": "elements", "flops": "FLOP", "bytes": "bytes"}
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
@@ -70,6 +72,11 @@ def run_script(
     return as_table(results) + "\n"
 
 
+def unit_of(result: Series) -> str:
+    """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
+    return _UNITS[fit_unit(result.key)]
+
+
 def format_rate(value: float, unit: str) -> str:
     """``1.5e9, bytes`` -> ``1.50 Gbytes/s``; decimal prefixes, as links are sold."""
     scale, prefix = next((each for each in _SCALES if value >= each[0]), _SCALES[-1])
@@ -92,7 +99,7 @@ def as_json(results: Sequence[Series]) -> str:
     """JSON text with points, fits and problems, the date and what ran them."""
     series = []
     for result in results:
-        record = asdict(result) | {"unit": result.unit}
+        record = asdict(result) | {"unit": unit_of(result)}
         if result.fit is not None:
             record["fit"] = {name: getattr(result.fit, name) for name in ("latency_s", "per_s", "error")}
         series.append(record)
@@ -103,9 +110,9 @@ def as_json(results: Sequence[Series]) -> str:
 def _row(result: Series) -> tuple[str, str, str, str, str]:
     if not result.points:
         return result.key, "-", "-", "-", f"not measured: {result.problem}"
-    rate = format_rate(result.per_s, result.unit)
+    rate = format_rate(result.per_s, unit_of(result))
     if result.ranks > 1 and result.key.endswith(".all_ranks"):
-        rate += f" each, {format_rate(result.per_s * result.ranks, result.unit)} in all"
+        rate += f" each, {format_rate(result.per_s * result.ranks, unit_of(result))} in all"
     if result.fit is None:
         return result.key, rate, "-", "no fit", f"{result.how} ({result.problem})"
     return result.key, rate, format_seconds(result.fit.latency_s), f"{result.fit.error:.0%}", result.how

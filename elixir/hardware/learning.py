@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elixir.artifact import digest
+from elixir.artifact import NOT_NEGATIVE, POSITIVE, digest
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, Learned
-from elixir.hardware.rate_fit import PLAIN_FIELDS, RateFit, is_finite
+from elixir.hardware.rate_fit import PLAIN_FIELDS, RateFit
 
 LEARNED_RANGE = (0.93, 1.07)
 """The multiples of the predicted seconds between which steps of other plans are expected after a run on the machine.
@@ -122,7 +122,7 @@ def _with_early(profile: HardwareProfile, shares: Sequence[float]) -> HardwarePr
 def _kept(report: Mapping[str, Any]) -> float | None:
     """The share of the early updates of a step that were kept; None if none was planned."""
     planned, kept = (report.get(f"early_{name}_chunks", 0) for name in ("planned", "kept"))
-    if not (is_finite(planned) and is_finite(kept) and 0 <= kept <= planned):
+    if not (NOT_NEGATIVE.allows(planned) and NOT_NEGATIVE.allows(kept) and kept <= planned):
         raise InputError(
             f"'early_kept_chunks' of a report must be from 0 to its 'early_planned_chunks' {planned!r}, found {kept!r}"
         )
@@ -134,7 +134,7 @@ def _ratio(report: Mapping[str, Any]) -> float | None:
     if taken_s is None or predicted_s is None:
         return None
     for name, value in (("step_s", taken_s), ("predicted_step_s", predicted_s)):
-        if not is_finite(value) or value <= 0:
+        if not POSITIVE.allows(value):
             raise InputError(f"'{name}' of a report must be a positive finite number, found {value!r}")
     ratio = float(taken_s / predicted_s)
     if not 1 / LARGEST_FACTOR <= ratio <= LARGEST_FACTOR:
@@ -148,7 +148,9 @@ def _ratio(report: Mapping[str, Any]) -> float | None:
 def _used(reports: Sequence[Mapping[str, Any]], lanes: Sequence[str]) -> bool:
     """Whether lanes were busy for enough of the steps, all together, to tell their rate."""
     busy_s = (report.get(f"busy_{lane}_s", 0.0) for report in reports for lane in lanes)
-    return math.fsum(filter(is_finite, busy_s)) >= TELLING_SHARE * math.fsum(report["step_s"] for report in reports)
+    return math.fsum(filter(NOT_NEGATIVE.allows, busy_s)) >= TELLING_SHARE * math.fsum(
+        report["step_s"] for report in reports
+    )
 
 
 def _disk_factor(profile: HardwareProfile, reports: Sequence[Mapping[str, Any]]) -> float | None:
@@ -159,7 +161,7 @@ def _disk_factor(profile: HardwareProfile, reports: Sequence[Mapping[str, Any]])
     for report in reports:
         moved = [report.get(f"{way}_bytes", 0) for way in ("disk_read", "disk_write")]
         busy_s = report.get("busy_disk_s", 0.0)
-        if all(is_finite(value) and value > 0 for value in (*moved, busy_s)):
+        if all(map(POSITIVE.allows, (*moved, busy_s))):
             ranks = profile.ranks_per_host(int(report.get("world_size", 1)))  # share a disk
             rates = [profile.rate(way).per_s / ranks for way in ("disk_read", "disk_write")]
             expected_s += sum(nbytes / rate for nbytes, rate in zip(moved, rates, strict=True))

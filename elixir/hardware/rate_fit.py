@@ -31,22 +31,6 @@ _KEY_FORMS = (
 )
 """The form of a key of `HardwareProfile.fits`; docs/appendix/formulas.md lists all keys."""
 _KEY = re.compile("|".join(f"(?:{form})" for form in _KEY_FORMS))
-PLAIN_FIELDS = {
-    "host_to_device": "host_to_device_bytes_per_s",
-    "device_to_host": "device_to_host_bytes_per_s",
-    "device_to_device": "device_to_device_bytes_per_s",
-    "host_memory": "host_memory_bytes_per_s",
-    "host_adam": "host_adam_numel_per_s",
-    "device_adam": "device_adam_numel_per_s",
-    "elementwise": "device_memory_bytes_per_s",
-    "activation": "device_memory_bytes_per_s",
-    "reduction": "device_memory_bytes_per_s",
-    "disk_read": "disk_read_bytes_per_s",
-    "disk_write": "disk_write_bytes_per_s",
-}
-"""Family of keys -> the field that gives its rate where nothing finer was measured."""
-
-
 PRODUCTS = ("matmul", "attention", "attention_backward")
 """Families of keys whose amounts are FLOPs."""
 _PLAINER = {
@@ -55,6 +39,20 @@ _PLAINER = {
     "matmul": "matmul.{}.square",
 }
 """Family of keys -> the one key that answers for others of the same dtype."""
+
+
+def fit_unit(key: str) -> str:
+    """The unit of a key's amounts: ``bytes``, ``numel`` (elements) or ``flops``."""
+    family = key.split(".", 1)[0]
+    if family in PRODUCTS:
+        return "flops"
+    return "numel" if family.endswith("_adam") else "bytes"
+
+
+_NAMED = "host_to_device device_to_host device_to_device host_memory host_adam device_adam disk_read disk_write".split()
+PLAIN_FIELDS = {family: f"{family}_{fit_unit(family)}_per_s" for family in _NAMED}
+PLAIN_FIELDS |= dict.fromkeys(("elementwise", "activation", "reduction"), "device_memory_bytes_per_s")
+"""Family of keys -> the field that gives its rate where nothing finer was measured."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,6 @@ class RateFit:
         return self.latency_s + amount / self.per_s
 
 
-def fit_unit(key: str) -> str:
-    """The unit of a key's amounts: ``bytes``, ``numel`` (elements) or ``flops``."""
-    family = key.split(".", 1)[0]
-    if family in PRODUCTS:
-        return "flops"
-    return "numel" if family.endswith("_adam") else "bytes"
-
-
 def plainer_keys(key: str) -> list[str]:
     """Keys that answer for `key` where it was not measured, the nearest first."""
     words = key.split(".")
@@ -116,8 +106,3 @@ def check_key(key: object) -> None:
             "'host_adam.2', 'matmul.bfloat16.square', "
             "'attention.bfloat16', 'all_gather.8' (docs/appendix/formulas.md lists them)"
         )
-
-
-def is_finite(value: object) -> bool:
-    """Whether `value` is a number, neither infinite nor nan."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -79,8 +79,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def _is_prepared(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is wrapped, or prepared."""
-    several = as_several(optimizer)
-    return isinstance(several[0] if isinstance(several, list) else several, (ElixirOptimizer, AcceleratedOptimizer))
+    return isinstance(as_several(optimizer)[0], (ElixirOptimizer, AcceleratedOptimizer))
 
 
 class ElixirAccelerator(Accelerator):  # type: ignore[misc]
@@ -167,7 +166,7 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
             with contextlib.suppress(ImportError):  # Accelerate says so itself, if it needs it
                 importlib.import_module("datasets")  # as Accelerate does with a loader: 50 MB that were not counted
         module, made = wrap(model, as_several(optimizers), **self._elixir_arguments(**more))
-        self.elixir = Run(module, made if isinstance(made, list) else [made], is_main=self.is_main_process)
+        self.elixir = Run(module, made, is_main=self.is_main_process)
         if isinstance(optimizers, OptimizerList):  # the same object, for schedulers know it
             optimizers.optimizers = list(made)
         return self.elixir
@@ -216,14 +215,13 @@ class ElixirAccelerator(Accelerator):  # type: ignore[misc]
                 'optimizer, or elixir={"inp": batch}'
             )
 
-        return models[0], optimizers if len(optimizers) > 1 else optimizers[0], batch
+        return models[0], optimizers[0] if len(optimizers) == 1 else optimizers, batch
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepares as Accelerator does; plans and wraps a model with optimizers first."""
         if any(isinstance(each, torch.optim.Optimizer) and not _is_prepared(each) for each in args):
             model, optimizers, inp = self._elixir_found(args)
-            several = as_several(optimizers)
-            plain = [model, *(several if isinstance(several, list) else [several])]
+            plain = [model, *as_several(optimizers)]
             saved = state_dict_bytes(model) if self.is_main_process else 0  # by `save_state`
             run = self.wrap(model, optimizers, inp=inp, between_steps=saved)
             made = dict(zip(map(id, plain), [run.module, *run.optimizers], strict=True))

@@ -58,10 +58,7 @@ class OptimizerList(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all, one after the other; returns the result of `closure`, or None."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = None if closure is None else torch.enable_grad()(closure)()
         for each in self.optimizers:
             each.step()
         return result
@@ -90,6 +87,7 @@ def as_one(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer
     return optimizers[0] if len(optimizers) == 1 else OptimizerList(optimizers)
 
 
-def as_several(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Any:
-    """`optimizer` as `elixir.wrap` takes it: several in a list."""
-    return optimizer.optimizers if isinstance(optimizer, OptimizerList) else optimizer
+def as_several(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """One optimizer, several, or an `OptimizerList`, as a list."""
+    several = optimizer.optimizers if isinstance(optimizer, OptimizerList) else optimizer
+    return list(several) if isinstance(several, Sequence) else [several]

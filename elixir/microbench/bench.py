@@ -16,7 +16,7 @@ import torch
 from elixir.errors import ElixirError, InputError, RankError
 from elixir.hardware.memory import cache_bytes, check_device, free_device_bytes
 from elixir.microbench.fitting import MIN_POINTS, Series, threads_text
-from elixir.microbench.ranks import Ranks
+from elixir.microbench.ranks import ALONE, Ranks
 from elixir.units import MIB
 
 HELD_CYCLES = 4_000_000
@@ -33,6 +33,7 @@ _MIN_S = 1e-9
 Progress = Callable[[str, int, int], None]
 """Called with a short text before each measurement, how many are done, and of how many."""
 Run = Callable[[], Any]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,6 @@ class Effort:
     """Elements of the largest Adam step, 16 bytes each."""
     longest_s: float
     """Amounts of compute grow until one would take about this long."""
-    cold_bytes: int = 0
-    """Memory to walk through before any of it comes again, or it would be found in a cache."""
 
 
 _EFFORTS = {
@@ -71,12 +70,12 @@ class Bench:
 
     device: torch.device
     quick: bool = False
-    ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    ranks: Ranks = ALONE
     fixed: Effort | None = None
     """The effort, whatever the device and its free memory."""
 
-    def effort(self, device: torch.device | None = None) -> Effort:
-        """Effort for `device` (default: the one that is measured), the same on all ranks.
+    def effort(self) -> Effort:
+        """Effort for the device, the same on all ranks.
 
         Buffers never take more than half of the memory that is free there; ranks on a host share what is free. A quick
         measurement uses small ones, so a large cache shows as too much bandwidth.
@@ -86,7 +85,7 @@ class Bench:
         """
         if self.fixed is not None:
             return self.fixed
-        device = self.device if device is None else device
+        device = self.device
         plan, share = _EFFORTS[device.type, self.quick], self.ranks.local_size if device.type == "cpu" else 1
         cold_bytes = 0 if self.quick else CACHES * cache_bytes(device)
         # Three buffers are walked through together, or the four tensors of an Adam step.
@@ -99,12 +98,21 @@ class Bench:
             plan,
             buffer_bytes=int(self.ranks.least(buffer_bytes)),
             adam_numel=int(self.ranks.least(adam_numel)),
-            cold_bytes=cold_bytes // share,
         )
 
-    def on(self, device: str) -> Bench:
+    def sizes(self, smallest: int, multiple: int, largest: int | None = None) -> list[int]:
+        """Growing amounts, as many as the effort takes, up to `largest`; None: up to the size of one buffer."""
+        plan = self.effort()
+        return geometric(smallest, largest or plan.buffer_bytes, plan.amounts, multiple)
+
+    def on(self, device: torch.device | str) -> Bench:
         """The same bench, measuring another device."""
         return dataclasses.replace(self, device=torch.device(device))
+
+    @property
+    def all_ranks(self) -> str:
+        """The end of the keys of what several ranks measure at once."""
+        return ".all_ranks" if self.ranks.size > 1 else ""
 
     def text(self, what: str) -> str:
         """`what` with the threads that a host rate depends on, and the ranks that ran it at once."""
@@ -114,60 +122,52 @@ class Bench:
 
 
 def median_seconds(
-    run: Callable[[], object], device: torch.device, plan: Effort, ranks: Ranks | None = None
-) -> tuple[float, int]:
+    run: Callable[[], object], device: torch.device, plan: Effort, ranks: Ranks = ALONE
+) -> tuple[tuple[float], int]:
     """Returns the median seconds of one `run()` on `device`, and the number of runs. One run before that is not
     counted: it pays for page faults, compilation and library start-up. With several ranks a run takes as long as on the
     slowest of them."""
-    if device.type != "cuda":
-        (seconds,), repeats = repeat(lambda: (_clock_seconds(run),), plan, ranks)
-        return seconds, repeats
     # What ranks do together they do equally often, and begin together, which held devices would not.
-    alone = ranks is None or ranks.size == 1
-    queued = queued_runs(run, device) if alone else 1
-    (seconds,), repeats = repeat(lambda: (_event_seconds(run, device, queued, held=alone),), plan, ranks)
-    return seconds, repeats * queued
+    held = device.type == "cuda" and ranks.size == 1
+    queued = queued_runs(run, device) if held else 1
+    (seconds,), repeats = repeat(lambda: (seconds_of(run, device, queued, held=held),), plan, ranks)
+    return (seconds,), repeats * queued
 
 
-def repeat(
-    once: Callable[[], tuple[float, ...]], plan: Effort, ranks: Ranks | None = None
-) -> tuple[tuple[float, ...], int]:
+def repeat(once: Callable[[], tuple[float, ...]], plan: Effort, ranks: Ranks = ALONE) -> tuple[tuple[float, ...], int]:
     """Returns medians of the seconds that `once` gives, and the number of runs; all ranks start each run together."""
-    together = ranks or Ranks()
     once()
     runs: list[tuple[float, ...]] = []
     began = time.perf_counter()
     while len(runs) < plan.max_repeats:
         # All ranks must stop after the same run, or one would wait for the others for ever.
-        if len(runs) >= plan.min_repeats and together.slowest(time.perf_counter() - began) > plan.budget_s:
+        if len(runs) >= plan.min_repeats and ranks.slowest(time.perf_counter() - began) > plan.budget_s:
             break
-        together.barrier()
-        runs.append(tuple(together.slowest(seconds) for seconds in once()))
+        ranks.barrier()
+        runs.append(tuple(ranks.slowest(seconds) for seconds in once()))
     return tuple(max(statistics.median(column), _MIN_S) for column in zip(*runs, strict=True)), len(runs)
-
-
-def _clock_seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 def queued_runs(run: Callable[[], object], device: torch.device) -> int:
     """How many runs are timed together: about `QUEUED_S` of them, as far as the host submits them while it may."""
     run()
-    one_s = _event_seconds(run, device, 1, held=True)
+    one_s = seconds_of(run, device, held=True)
     torch.cuda.synchronize(device)
-    submitted_s = _clock_seconds(run)
+    submitted_s = seconds_of(run)
     fitting = min(QUEUED_S / max(one_s, _MIN_S), SUBMITTED_S / max(submitted_s, _MIN_S))
     return max(1, min(int(fitting), MOST_QUEUED))
 
 
-def _event_seconds(run: Callable[[], object], device: torch.device, queued: int, *, held: bool) -> float:
-    """Seconds of one of `queued` runs, by events on the current stream.
+def seconds_of(run: Callable[[], object], device: torch.device = HOST, queued: int = 1, *, held: bool = False) -> float:
+    """Seconds of one of `queued` runs: by events on a CUDA device's current stream, otherwise by the clock.
 
-    With `held` the device is held until the host has submitted them: in a step it has work in its queue, too, and an
+    With `held` a CUDA device is held until the host has submitted them: in a step it has work in its queue, too, and an
     operator starts when the one before it ends.
     """
+    if device.type != "cuda":
+        began_s = time.perf_counter()
+        run()
+        return time.perf_counter() - began_s
     with torch.cuda.device(device):
         cuda: Any = torch.cuda  # its classes carry no annotations
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -251,8 +251,7 @@ class Workload(Job):
             if len(self.keys) > 1:
                 seconds, repeats = repeat(run, plan, bench.ranks)
             else:
-                one_s, repeats = median_seconds(run, bench.device, plan, bench.ranks)
-                seconds = (one_s,)
+                seconds, repeats = median_seconds(run, bench.device, plan, bench.ranks)
             points.append((amount, seconds))
             fewest = min(fewest, repeats)
             del run  # or its memory would not be free for the next
@@ -263,14 +262,12 @@ class Workload(Job):
         ]
 
 
-def run_jobs(
-    jobs: Sequence[Job], progress: Progress | None = None, done: int = 0, count: int | None = None
-) -> list[Series]:
-    """The results of `jobs`, run in order; `done` are done before them, of `count` in all."""
+def run_jobs(jobs: Sequence[Job], begins: Callable[[str], None] | None = None) -> list[Series]:
+    """The results of `jobs`, run in order; `begins` is called with the title of each."""
     results: list[Series] = []
-    for index, job in enumerate(jobs, done):
-        if progress is not None:
-            progress(job.title, index, len(jobs) if count is None else count)
+    for job in jobs:
+        if begins is not None:
+            begins(job.title)
         results += job.measured()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what one measurement used is free for the next
@@ -289,22 +286,15 @@ def windows(buffer: torch.Tensor, numel: int) -> list[torch.Tensor]:
     return [buffer[start : start + numel] for start in range(0, buffer.numel() - numel + 1, numel)]
 
 
-def walking(
-    run: Callable[..., object], buffers: Callable[[], Sequence[torch.Tensor]]
-) -> Callable[[], Callable[[int], Run]]:
+def walking(run: Callable[..., object], buffers: Sequence[torch.Tensor]) -> Callable[[int], Run]:
     """The work of `run` on windows of so many bytes, first those that come first in all `buffers`, then the second, and
     so on.
 
     None of them is found in a cache, as in a step that walks through all weights.
     """
 
-    def begin() -> Callable[[int], Run]:
-        made = buffers()
+    def prepare(nbytes: int) -> Run:
+        turns = itertools.cycle(zip(*(windows(each, nbytes // each.itemsize) for each in buffers), strict=True))
+        return lambda: run(*next(turns))
 
-        def prepare(nbytes: int) -> Run:
-            turns = itertools.cycle(zip(*(windows(each, nbytes // each.itemsize) for each in made), strict=True))
-            return lambda: run(*next(turns))
-
-        return prepare
-
-    return begin
+    return prepare

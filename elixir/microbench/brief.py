@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -23,8 +22,9 @@ from torch.nn import functional as F
 from elixir.errors import InputError
 from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.microbench.bench import Bench, Effort
-from elixir.microbench.compute import adam_work
+from elixir.hardware.rate_fit import PLAIN_FIELDS
+from elixir.microbench.bench import HOST, Bench, Effort
+from elixir.microbench.compute import adam_work, random_tensor
 from elixir.microbench.fitting import Found, profile_of, system_facts, threads_text
 from elixir.microbench.transfers import copy_work, memory_work
 from elixir.units import MIB, dtype_name
@@ -49,7 +49,8 @@ BLOCK_PASSES = 24
 PRODUCT_OPERATORS = 3
 LAUNCH_NUMEL = 8
 """Elements of an operator that takes no time but that of its call."""
-CALL_TURNS = 4
+CALLS_S = 0.2
+"""How long the calls of operators on a CUDA device are measured."""
 TURN_S = 0.05
 """How long one rate is measured before it is the next one's turn."""
 STEP_RANGE = (0.85, 1.25)
@@ -59,49 +60,50 @@ STEP_RANGE = (0.85, 1.25)
 
 @dataclass
 class _Rate:
-    """One kind of work: what a run amounts to, and the sums so far."""
+    """One kind of work, and the sums so far."""
 
     run: Callable[[], object]
     amount: float
-    clock: Callable[[], float] = time.perf_counter
-    """Seconds since some moment."""
-    done: float = 0.0
+    """Bytes, elements, FLOPs or operators of a run."""
+    what: str = ""
+    """A description of the work."""
+    families: tuple[str, ...] = ()
+    """The keys of `PLAIN_FIELDS` whose fields it gives."""
+    lane: ThreadPoolExecutor | None = None
+    """The thread of the lane whose work it is."""
+    runs: int = 0
     spent_s: float = 0.0
 
-    def turn(self, shortest_s: float) -> None:
-        """Runs for `shortest_s`, at least once."""
-        self.until(lambda passed_s: passed_s >= shortest_s)
+    def turn(self, products: _Rate, shortest_s: float = TURN_S) -> None:
+        """Runs for `shortest_s`, at least once; the work of a lane on its thread, while `products` do so."""
+        if self.lane is None:
+            ends_s = time.perf_counter() + shortest_s
+            return self._run_until(lambda: time.perf_counter() >= ends_s)
+        ended = threading.Event()
+        working = self.lane.submit(self._run_until, ended.is_set)
+        try:
+            products.turn(products, shortest_s)
+        finally:
+            ended.set()
+            working.result()
 
-    def until(self, ended: Callable[[float], bool]) -> None:
-        """Runs until `ended` accepts the seconds that have passed, at least once."""
-        began_s = self.clock()
+    def _run_until(self, ended: Callable[[], bool]) -> None:
+        began_s = time.perf_counter()
         while True:
             self.run()
-            self.done += self.amount
-            passed_s = self.clock() - began_s
-            if ended(passed_s):
+            self.runs += 1
+            if ended():
                 break
-        self.spent_s += passed_s
-
-    @property
-    def per_s(self) -> float:
-        return self.done / self.spent_s
+        self.spent_s += time.perf_counter() - began_s
 
     @property
     def run_s(self) -> float:
         """Seconds of one run."""
-        return self.spent_s * self.amount / self.done
+        return self.spent_s / self.runs
 
-
-def _turn_of_lane(lane: _Rate, products: _Rate, worker: ThreadPoolExecutor, shortest_s: float) -> None:
-    """Runs a lane's work on its thread, next to the products of compute, for `shortest_s`, each at least once."""
-    ended = threading.Event()
-    working = worker.submit(lane.until, lambda _: ended.is_set())
-    try:
-        products.turn(shortest_s)
-    finally:
-        ended.set()
-        working.result()
+    @property
+    def per_s(self) -> float:
+        return self.amount / self.run_s
 
 
 def measure_briefly(
@@ -130,52 +132,35 @@ def measure_briefly(
     share = host_share([host_view()], 0)
     threads, cores = rank_threads(share, torch.get_num_threads())
     with (
-        ThreadPoolExecutor(1, "elixir adam") as adam,
+        ThreadPoolExecutor(1, "elixir adam", use_threads, (threads, cores)) as adam,
         ThreadPoolExecutor(1, "elixir fetch") as fetch,
         torch.random.fork_rng(devices=[]),  # dropout leaves no trace in the caller's random numbers
         torch.enable_grad(),
     ):
-        adam.submit(use_threads, threads, cores).result()
-        rates = _compute_rates(dtype, tokens, hidden) | _lane_rates()
-        for rate in rates.values():
+        rates = _compute_rates(dtype, tokens, hidden) + _memory_rates(fetch, adam, threads)
+        for rate in rates:
             rate.run()  # pays for page faults and libraries, and is not counted
-        slowed = dataclasses.replace(rates["flops"])
-        turns: dict[str, Callable[[float], None]] = {name: rate.turn for name, rate in rates.items()}
-        turns |= {
-            name: partial(_turn_of_lane, rates[name], slowed, worker)
-            for name, worker in (("link", fetch), ("adam", adam))
-        }
+        next_to_lanes = dataclasses.replace(rates[0])
         until_s = time.perf_counter() + seconds
-        for count, turn in enumerate(itertools.cycle(turns.values()), 1):
-            turn(TURN_S)
-            if time.perf_counter() >= until_s and count >= len(turns):
+        for count, rate in enumerate(itertools.cycle(rates), 1):
+            rate.turn(next_to_lanes)
+            if time.perf_counter() >= until_s and count >= len(rates):
                 break
-    product = f"linear in {dtype_name(dtype)}, {tokens} x {hidden} x {4 * hidden}, forward and backward"
-    found = _found(rates, slowed, dtype, product, threads)
-    return profile_of(
-        "measured-briefly",
-        {
-            **system_facts(torch.device("cpu")),
-            **{
-                field: (value, f"measured for {seconds:g} s in turns: {what}") for field, (value, what) in found.items()
-            },
-            "step_range": (STEP_RANGE, "assumption: as on one idle machine"),
-        },
-        {},
-        preset("cpu"),
-    )
+    found = {
+        field: (value, f"measured for {seconds:g} s in turns: {what}")
+        for field, (value, what) in _found(rates, next_to_lanes, dtype_name(dtype)).items()
+    }
+    found["step_range"] = (STEP_RANGE, "assumption: as on one idle machine")
+    return profile_of("measured-briefly", system_facts(HOST) | found, preset("cpu"))
 
 
-def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _Rate]:
-    random = torch.Generator().manual_seed(0)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=random).to(dtype).requires_grad_()
-
-    rows, gradient = tensor(tokens, hidden), tensor(tokens, 4 * hidden).detach()
-    weight_numel = 4 * hidden * hidden
+def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> list[_Rate]:
+    """Products, operators between them, and their calls."""
+    name, weight_numel = dtype_name(dtype), 4 * hidden * hidden
+    rows = random_tensor((tokens, hidden), dtype, HOST, 0).requires_grad_()
+    gradient = random_tensor((tokens, 4 * hidden), dtype, HOST, 1)
     count = max(2, min(MOST_WEIGHTS, WEIGHTS_BYTES // (weight_numel * dtype.itemsize)))
-    weights = [tensor(4 * hidden, hidden) for _ in range(count)]
+    weights = [random_tensor((4 * hidden, hidden), dtype, HOST, seed).requires_grad_() for seed in range(count)]
     turns = itertools.cycle(weights)
 
     def multiply() -> None:
@@ -186,25 +171,28 @@ def _compute_rates(dtype: torch.dtype, tokens: int, hidden: int) -> dict[str, _R
     try:
         multiply()
     except RuntimeError as error:
-        raise InputError(f"the CPU cannot multiply {dtype_name(dtype)} matrices: {error}") from None
-    few = tensor(1, LAUNCH_NUMEL)
-    moved_bytes = float(BLOCK_PASSES * rows.numel() * dtype.itemsize)
-    return {
-        "flops": _Rate(multiply, 6.0 * tokens * weight_numel),
-        "operators": _Rate(lambda: _memory_bound(rows), moved_bytes),
-        "launch": _Rate(lambda: _memory_bound(few), float(BLOCK_OPERATORS)),
-    }
+        raise InputError(f"the CPU cannot multiply {name} matrices: {error}") from None
+    product = f"linear in {name}, {tokens} x {hidden} x {4 * hidden}, forward and backward"
+    operators = f"add, dropout, ReLU and layer norm in {name}"
+    return [
+        _Rate(multiply, 6.0 * tokens * weight_numel, product),
+        _Rate(lambda: _memory_bound(rows), float(BLOCK_PASSES * rows.nbytes), operators),
+        _calls(HOST, BLOCK_OPERATORS, dtype),
+    ]
 
 
 def call_s(device: torch.device) -> float:
     """Seconds that the host takes to call an operator on a CUDA device, of forward and backward."""
     with torch.random.fork_rng(devices=[device]), torch.enable_grad():
-        few = torch.ones(1, LAUNCH_NUMEL, device=device, requires_grad=True)
-        calls = _Rate(lambda: _memory_bound(few), float(CUDA_BLOCK_OPERATORS))
+        calls = _calls(device, CUDA_BLOCK_OPERATORS)
         calls.run()  # loads kernels
-        for _ in range(CALL_TURNS):
-            calls.turn(TURN_S)
+        calls.turn(calls, CALLS_S)
     return 1 / calls.per_s
+
+
+def _calls(device: torch.device, operators: int, dtype: torch.dtype = torch.float32) -> _Rate:
+    few = torch.ones(1, LAUNCH_NUMEL, dtype=dtype, device=device, requires_grad=True)
+    return _Rate(lambda: _memory_bound(few), float(operators))
 
 
 def _memory_bound(rows: torch.Tensor) -> None:
@@ -218,53 +206,42 @@ def between_products(rows: torch.Tensor) -> torch.Tensor:
     return rows + F.dropout(F.relu(F.layer_norm(rows, rows.shape[-1:])), DROPPED)
 
 
-def _lane_rates() -> dict[str, _Rate]:
+def _memory_rates(fetch: ThreadPoolExecutor, adam: ThreadPoolExecutor, threads: int) -> list[_Rate]:
     """Works of the whole measurement, each of one size; those of lanes come last."""
-    cpu = Bench(torch.device("cpu"), fixed=_EFFORT)
+    cpu, how = Bench(HOST, fixed=_EFFORT), "torch AdamW(fused=True)"
     step = adam_work(cpu, torch.float32).begin()(ADAM_NUMEL)
     copies, sums = (work.begin()(TENSOR_BYTES) for work in (copy_work(cpu, "host_to_device"), memory_work(cpu)))
-    return {
-        "memory": _Rate(sums, 3.0 * TENSOR_BYTES),
-        "device_adam": _Rate(step, float(ADAM_NUMEL)),
-        "link": _Rate(copies, float(TENSOR_BYTES)),
+    links, copied = ("host_to_device", "device_to_host", "device_to_device"), "copy within host memory"
+    return [
+        _Rate(sums, 3.0 * TENSOR_BYTES, "c = a + b", ("host_memory", "elementwise")),
+        _Rate(step, float(ADAM_NUMEL), f"{how}, {threads_text()}", ("device_adam",)),
+        _Rate(copies, float(TENSOR_BYTES), f"{copied}, next to products", links, fetch),
         # On a thread with as many OpenMP threads as training gives to Adam.
-        "adam": _Rate(step, float(ADAM_NUMEL)),
-    }
+        _Rate(step, float(ADAM_NUMEL), f"{how} on {threads_text(threads)}, next to products", ("host_adam",), adam),
+    ]
 
 
-def _found(rates: dict[str, _Rate], slowed: _Rate, dtype: torch.dtype, product: str, threads: int) -> Found:
-    """The measured fields, with what was run for each; `slowed` are products next to lanes."""
-    per_s = {name: rate.per_s for name, rate in rates.items()}
-    launch_s = 1 / per_s["launch"]
+def _found(rates: list[_Rate], next_to_lanes: _Rate, dtype: str) -> Found:
+    """The measured fields, with what was run for each."""
+    products, operators, calls, memory, *_ = rates
 
-    def without_calls(name: str, operators: int) -> float:
-        """The rate while operators work."""
-        run_s = rates[name].run_s
-        return rates[name].amount / max(run_s - operators * launch_s, run_s / 2)
+    def without_calls(rate: _Rate, count: int) -> float:
+        """The rate while `count` operators work."""
+        return rate.amount / max(rate.run_s - count / calls.per_s, rate.run_s / 2)
 
-    name = dtype_name(dtype)
-    flops = preset("cpu").flops_per_s | {name: without_calls("flops", PRODUCT_OPERATORS)}
-    operators = f"add, dropout, ReLU and layer norm in {name}"
-    memory, link = (per_s["memory"], "c = a + b"), (per_s["link"], "copy within host memory, next to products")
     return {
-        "device_memory_bytes_per_s": memory,
-        "host_memory_bytes_per_s": memory,
-        "host_to_device_bytes_per_s": link,
-        "device_to_host_bytes_per_s": link,
-        "device_to_device_bytes_per_s": link,
-        "host_adam_numel_per_s": (
-            per_s["adam"],
-            f"torch AdamW(fused=True) on {threads_text(threads)}, next to products",
+        **{PLAIN_FIELDS[family]: (rate.per_s, rate.what) for rate in rates for family in rate.families},
+        "flops_per_s": (
+            preset("cpu").flops_per_s | {dtype: without_calls(products, PRODUCT_OPERATORS)},
+            f"{products.what}; other dtypes as in the preset cpu",
         ),
-        "device_adam_numel_per_s": (per_s["device_adam"], f"torch AdamW(fused=True), {threads_text()}"),
-        "flops_per_s": (flops, f"{product}; other dtypes as in the preset cpu"),
         "sustained_memory_share": (
-            without_calls("operators", BLOCK_OPERATORS) / per_s["memory"],
-            f"{operators}, forward and backward, over c = a + b",
+            without_calls(operators, BLOCK_OPERATORS) / memory.per_s,
+            f"{operators.what}, forward and backward, over c = a + b",
         ),
-        "launch_s": (launch_s, f"{operators} of {LAUNCH_NUMEL} elements, forward and backward"),
+        "launch_s": (1 / calls.per_s, f"{operators.what} of {LAUNCH_NUMEL} elements, forward and backward"),
         "contention": (
-            max(0.0, 1 - slowed.per_s / per_s["flops"]),
-            f"{product}, next to copies and to CPU Adam",
+            max(0.0, 1 - next_to_lanes.per_s / products.per_s),
+            f"{products.what}, next to copies and to CPU Adam",
         ),
     }

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from elixir.hardware.host_share import host_share, host_view, rank_threads, use_threads
-from elixir.microbench.bench import Bench, Effort, Job, Run, Workload, geometric, walking, windows
+from elixir.microbench.bench import Bench, Effort, Job, Run, Workload, walking, windows
 from elixir.microbench.fitting import Series, threads_text
 from elixir.units import MIB, dtype_name
 
@@ -40,7 +40,7 @@ _LARGEST = {"cpu": 4096, "cuda": 16384}
 
 _ROW = 1024
 """Length of what softmax and layer norm reduce over: a hidden size, or a row of attention scores."""
-_LARGEST_CPU_TENSOR_BYTES = 16 * MIB
+_LARGEST_TENSOR_BYTES = {"cpu": 16 * MIB}
 """Size of the largest tensor on a CPU: beyond 32 MiB the C library gives every result fresh pages, which cost more than
 the operator."""
 _HEADS, _HEAD_DIM = 16, 64
@@ -48,10 +48,7 @@ _TOKENS = {"cpu": 1, "cuda": 8192}
 """Tokens of a batch of attention at least, since a device computes many short sequences together."""
 _BACKWARD_PRODUCTS = 2.5
 """Products in backward of attention over those in forward, as PyTorch counts FLOPs."""
-STATE_DTYPES = (torch.float32, torch.bfloat16)
 SMALLEST_NUMEL = 2**16
-LEAST_WINDOWS = 32
-"""Parameters that are stepped one after the other, as far as there is memory."""
 
 
 _OPERATORS: dict[str, tuple[str, int, Callable[[torch.Tensor, torch.Tensor], object]]] = {
@@ -97,34 +94,30 @@ def matmul_work(bench: Bench, dtype: torch.dtype, shape: str = "square") -> Work
         rows, inner, columns = dims(size)
         return 4 * inner * columns <= plan.buffer_bytes and 4 * rows * (inner + columns) <= plan.buffer_bytes
 
-    title, key = f"{shape} matrix products, {name}", f"matmul.{name}.{shape}"
-    how = f"torch.mm, {shape} ({text}), {name} on {bench.device}"
-    sizes = [*itertools.takewhile(fits, _growing(_SMALLEST[kind], _LARGEST[kind]))]
-
     def begin() -> Callable[[int], Run]:
-        return lambda size: prepare(bench, plan, dtype, dims(size))
+        return lambda size: prepare(bench, plan, dtype, *dims(size))
 
     def flops(size: int) -> float:
         return 2.0 * products * math.prod(dims(size))
 
+    title, key = f"{shape} matrix products, {name}", f"matmul.{name}.{shape}"
+    how = f"torch.mm, {shape} ({text}), {name} on {bench.device}"
+    sizes = [*itertools.takewhile(fits, _growing(_SMALLEST[kind], _LARGEST[kind]))]
     return Workload(title, (key,), bench, how, sizes, begin, flops, plan.longest_s)
 
 
 def _operator_work(bench: Bench, family: str, dtype: torch.dtype) -> Workload:
     """A memory-bound operator over growing tensors, which come one after the other; results are new tensors."""
-    plan, name, (what, passes, run) = bench.effort(), dtype_name(dtype), _OPERATORS[family]
-    largest = plan.buffer_bytes // 2
-    if bench.device.type == "cpu":
-        largest = min(largest, _LARGEST_CPU_TENSOR_BYTES)
+    most, name, (what, passes, run) = bench.effort().buffer_bytes, dtype_name(dtype), _OPERATORS[family]
+    largest = min(most // 2, _LARGEST_TENSOR_BYTES.get(bench.device.type, most))
     row_bytes = _ROW * dtype.itemsize
-    sizes = geometric(256 * row_bytes, largest // row_bytes * row_bytes, plan.amounts, row_bytes)
+    sizes = bench.sizes(256 * row_bytes, row_bytes, largest // row_bytes * row_bytes)
 
-    def buffers() -> list[torch.Tensor]:
-        return [_random((plan.buffer_bytes // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1)]
+    def begin() -> Callable[[int], Run]:
+        return walking(run, [random_tensor((most // 4 // _ROW * _ROW,), dtype, bench.device, seed) for seed in (0, 1)])
 
     title, key = f"{family} operators, {name}", f"{family}.{name}"
     how = f"{what}, {name} on {bench.device}, tensors up to {sizes[-1] / MIB:.3g} MiB"
-    begin = walking(run, buffers)
     return Workload(title, (key,), bench, how, sizes, begin, lambda size: float(passes * size))
 
 
@@ -141,13 +134,12 @@ def attention_work(bench: Bench, dtype: torch.dtype, *, backward: bool = False) 
 
     def prepare(length: int) -> Run:
         shape = (samples(length), _HEADS, length, _HEAD_DIM)
-        q, k, v, slope = (_random(shape, dtype, bench.device, seed) for seed in range(4))
+        q, k, v, slope = (random_tensor(shape, dtype, bench.device, seed).requires_grad_(backward) for seed in range(4))
         if not backward:
             return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        inputs = [each.requires_grad_() for each in (q, k, v)]
         with torch.enable_grad():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return lambda: torch.autograd.grad(out, inputs, slope, retain_graph=True)
+        return lambda: torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
 
     def flops(length: int) -> float:
         return 2.0 * products * _HEADS * _HEAD_DIM * samples(length) * length * (length + 1)
@@ -159,27 +151,23 @@ def attention_work(bench: Bench, dtype: torch.dtype, *, backward: bool = False) 
     return Workload(title, (key,), bench, how, sizes, lambda: prepare, flops, plan.longest_s)
 
 
-def _logits(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Run:
+def _logits(bench: Bench, plan: Effort, dtype: torch.dtype, tokens: int, features: int, classes: int) -> Run:
     """Logits, and in backward the slopes of what came in and of the weight."""
-    tokens, features, classes = dims
-    hidden, weight, slope = (
-        _random(shape, dtype, bench.device, seed)
-        for seed, shape in enumerate(((tokens, features), (classes, features), (tokens, classes)))
-    )
+    shapes = (tokens, features), (classes, features), (tokens, classes)
+    hidden, weight, slope = (random_tensor(shape, dtype, bench.device, seed) for seed, shape in enumerate(shapes))
     return lambda: (torch.mm(hidden, weight.t()), torch.mm(slope, weight), torch.mm(slope.t(), hidden))
 
 
-def _product(bench: Bench, plan: Effort, dtype: torch.dtype, dims: tuple[int, int, int]) -> Run:
-    rows, inner, columns = dims
-    tokens = _random((rows, inner), dtype, bench.device, 0)
+def _product(bench: Bench, plan: Effort, dtype: torch.dtype, rows: int, inner: int, columns: int) -> Run:
+    tokens = random_tensor((rows, inner), dtype, bench.device, 0)
     out = torch.empty(rows, columns, dtype=dtype, device=bench.device)
     count = max(1, min(_MOST_WEIGHTS, plan.buffer_bytes // (inner * columns * dtype.itemsize)))
-    first = _random((inner, columns), dtype, bench.device, 1)
+    first = random_tensor((inner, columns), dtype, bench.device, 1)
     weights = itertools.cycle([first, *(first.clone() for _ in range(count - 1))])
     return lambda: torch.mm(tokens, next(weights), out=out)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
     """Random numbers, since zeros draw less power and let a GPU clock higher than it does on real weights."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.randn(shape, device=device, generator=generator).to(dtype)
@@ -202,30 +190,27 @@ def host_adam(bench: Bench, dtype: torch.dtype, threads: int, cores: Sequence[in
     work = adam_work(bench.on("cpu"), dtype, threads)
 
     def series() -> list[Series]:
-        with ThreadPoolExecutor(1, "elixir adam") as worker:
-            worker.submit(use_threads, threads, cores).result()
+        with ThreadPoolExecutor(1, "elixir adam", use_threads, (threads, cores)) as worker:
             return worker.submit(work.series).result()
 
     return Job(work.title, work.keys, measure=series)
 
 
 def adam_jobs(bench: Bench) -> list[Job]:
-    """The host by thread count and dtype of the states, then the device where it is not the host."""
-    jobs = [host_adam(bench, dtype, threads) for threads in thread_counts() for dtype in STATE_DTYPES]
-    if bench.device.type != "cpu":
-        jobs += [adam_work(bench, dtype) for dtype in STATE_DTYPES]
-    return jobs
+    """The host by thread count and dtype of the states, then the device where it is not the host.
 
-
-def all_threads_jobs(bench: Bench) -> list[Job]:
-    """Adam as several ranks at once run it in training: on the host each with its part of the cores, and on its
-    device."""
-    share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
-    threads, cores = rank_threads(share, torch.get_num_threads() if bench.device.type == "cpu" else 0)
-    # On machines that differ all measure what the smallest rank has: they share one key.
-    fewest = int(bench.ranks.least(threads))
-    jobs = [host_adam(bench, torch.float32, fewest, cores)]
-    return jobs if bench.device.type == "cpu" else [*jobs, adam_work(bench, torch.float32)]
+    By several ranks as they run it in training: on the host each with its part of the cores, with float32 states.
+    """
+    on_cpu, dtypes = bench.device.type == "cpu", [torch.float32]
+    if bench.ranks.size == 1:
+        dtypes += [torch.bfloat16]
+        jobs = [host_adam(bench, dtype, threads) for threads in thread_counts() for dtype in dtypes]
+    else:
+        share = host_share(bench.ranks.exchange(host_view()), bench.ranks.rank)
+        threads, cores = rank_threads(share, torch.get_num_threads() if on_cpu else 0)
+        # On machines that differ all measure what the smallest rank has: they share one key.
+        jobs = [host_adam(bench, torch.float32, int(bench.ranks.least(threads)), cores)]
+    return jobs if on_cpu else [*jobs, *(adam_work(bench, dtype) for dtype in dtypes)]
 
 
 def thread_counts() -> list[int]:
@@ -254,20 +239,16 @@ def adam_work(bench: Bench, dtype: torch.dtype, threads: int | None = None) -> W
         dtype: of all four tensors.
         threads: of the host's Adam; None: the device's.
     """
-    plan = bench.effort()
-    sizes = geometric(SMALLEST_NUMEL, plan.adam_numel, plan.amounts, SMALLEST_NUMEL)
+    sizes = bench.sizes(SMALLEST_NUMEL, SMALLEST_NUMEL, bench.effort().adam_numel)
 
     def prepare(numel: int) -> Run:
-        walked = max(numel * LEAST_WINDOWS, plan.cold_bytes // (4 * dtype.itemsize))
-        weights = torch.ones(max(numel, min(plan.adam_numel, walked)), device=bench.device, dtype=dtype)
-        gradients = torch.full_like(weights, 1e-3)
+        weights, gradients = (torch.full(sizes[-1:], value, dtype=dtype, device=bench.device) for value in (1.0, 1e-3))
         steps: list[Callable[[], object]] = []
         for piece, gradient in zip(windows(weights, numel), windows(gradients, numel), strict=True):
             parameter = torch.nn.Parameter(piece)
             parameter.grad = gradient
-            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-            optimizer.step()  # makes the states, whose pages are then there
-            steps.append(optimizer.step)
+            steps.append(torch.optim.AdamW([parameter], lr=1e-3, fused=True).step)
+            steps[-1]()  # makes the states, whose pages are then there
         turns = itertools.cycle(steps)
         return lambda: next(turns)()
 
@@ -277,6 +258,6 @@ def adam_work(bench: Bench, dtype: torch.dtype, threads: int | None = None) -> W
         f"{sizes[0] / 1e6:.2g} to {sizes[-1] / 1e6:.3g} M elements"
     )
     family = "device_adam" if threads is None else f"host_adam.{threads}"
-    key = family + ("" if dtype == torch.float32 else f".{name}") + (".all_ranks" if bench.ranks.size > 1 else "")
+    key = family + ("" if dtype == torch.float32 else f".{name}") + bench.all_ranks
     where = f"on {bench.device}" if threads is None else f"on the host, {threads_text(threads)}"
     return Workload(f"Adam {where}, {name} states", (key,), bench, how, sizes, lambda: prepare)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,7 @@ from elixir.errors import InputError
 from elixir.extents.extent_file import REQUEST_BYTES, ExtentFile, file_system
 from elixir.files import DIRECT_BYTES, FILES, PathLike, aligned_buffer
 from elixir.hardware.profile import HardwareProfile
-from elixir.microbench.bench import Bench, Job, geometric
+from elixir.microbench.bench import Bench, Job, seconds_of
 from elixir.microbench.fitting import MIN_POINTS, Series
 from elixir.units import MIB, format_bytes
 
@@ -30,7 +29,6 @@ write, which a run does not, and that wait would be a good part of their time.""
 LARGEST_SHARE = 4
 """The largest amount is this part of the file."""
 SMALLEST_BYTES = MIB // 4
-_WAYS = ("write", "read")
 KEYS = ("disk_write", "disk_read", "disk_read.both", "disk_write.both")
 LONGEST_S = 1.0
 """Limit on the seconds of an amount, once there are enough amounts for a fit."""
@@ -81,37 +79,32 @@ def disk_series(bench: Bench, *folders: Path) -> list[Series]:
     Raises:
         InputError: the disk failed, or nothing gets past the page cache here.
     """
-    size, where = FILE_BYTES[bench.quick], ", ".join(str(folder) for folder in folders)
-    sizes = geometric(SMALLEST_BYTES, size // LARGEST_SHARE, bench.on("cpu").effort().amounts, DIRECT_BYTES)
+    size, quick = FILE_BYTES[bench.quick], bench.quick
+    sizes = bench.on("cpu").sizes(SMALLEST_BYTES, DIRECT_BYTES, size // LARGEST_SHARE)
+    turns: dict[int, list[tuple[float, ...]]] = {}
     try:
         with measured_file(folders, size) as file:
-            found = _turns(file, sizes, quick=bench.quick)
+            for amount in sizes:
+                first = file.in_turns(amount, 0.0)  # pays for what is only done once
+                if len(turns) >= MIN_POINTS and max(first) > LONGEST_S:
+                    break
+                turns[amount] = []
+            for _ in range(WINDOWS[quick]):
+                for amount, seconds in turns.items():
+                    seconds.append((*file.in_turns(amount, WINDOW_S[quick]), file.read_and_write(amount)))
             transfers = "direct" if file.file.is_direct else "synchronised, pages dropped"
     except OSError as error:
-        raise InputError(f"the disk of {where} failed: {error.strerror}") from None
+        raise InputError(f"the disk of {', '.join(map(str, folders))} failed: {error.strerror}") from None
+    medians = {amount: [*map(statistics.median, zip(*seconds, strict=True))] for amount, seconds in turns.items()}
     files = " and ".join(f"one file on {file_system(folder)}" for folder in folders)
     least, most, request = (format_bytes(nbytes) for nbytes in (sizes[0], sizes[-1], REQUEST_BYTES))
     how = f"of {least} to {most}, requests of {request}, {files}, {transfers}"
-    alone = [(f"{way} {how}, reads and writes in turns as in a run", column) for column, way in enumerate(_WAYS)]
-    series = []
-    for key, (said, column) in zip(KEYS, [*alone, *2 * [(f"read and write at once {how}", 2)]], strict=True):
-        points = [(float(amount), statistics.median(turn[column] for turn in turns)) for amount, turns in found.items()]
-        series.append(Series(key, tuple(points), WINDOWS[bench.quick], said))
-    return series
-
-
-def _turns(file: MeasuredFile, sizes: Sequence[int], *, quick: bool) -> dict[int, list[tuple[float, ...]]]:
-    """Amount -> seconds of a write, a read, and both at once, in each of its turns."""
-    found: dict[int, list[tuple[float, ...]]] = {}
-    for amount in sizes:
-        first = file.in_turns(amount, 0.0)  # pays for what is only done once
-        if len(found) >= MIN_POINTS and max(first) > LONGEST_S:
-            break
-        found[amount] = []
-    for _ in range(WINDOWS[quick]):
-        for amount, turns in found.items():
-            turns.append((*file.in_turns(amount, WINDOW_S[quick]), file.read_and_write(amount)))
-    return found
+    alone = [f"{way} {how}, reads and writes in turns as in a run" for way in ("write", "read")]
+    said, columns = [*alone, *2 * [f"read and write at once {how}"]], (0, 1, 2, 2)
+    return [
+        Series(key, tuple((float(amount), medians[amount][column]) for amount in medians), WINDOWS[quick], text)
+        for key, text, column in zip(KEYS, said, columns, strict=True)
+    ]
 
 
 def with_disk(profile: HardwareProfile, *folders: PathLike) -> HardwareProfile:
@@ -144,14 +137,14 @@ class MeasuredFile:
     """
 
     def __init__(self, file: ExtentFile, size: int) -> None:
-        self.file, self.extent = file, file.extent(size)
+        self.file, self.extent, largest = file, file.extent(size), size // LARGEST_SHARE
         # Not closed: where a transfer failed, the error's traceback still holds a view of them.
-        self.buffers = aligned_buffer(size // LARGEST_SHARE), aligned_buffer(size // LARGEST_SHARE)
-        """One to write from, one to read into."""
+        self._views = memoryview(aligned_buffer(largest)), memoryview(aligned_buffer(largest))
+        """Memory to write from, and to read into."""
         self._end = 0
-        self.buffers[0][:] = os.urandom(len(self.buffers[0]))
-        for start in range(0, size, size // LARGEST_SHARE):
-            self._write(start, min(size // LARGEST_SHARE, size - start))
+        self._views[0][:] = os.urandom(len(self._views[0]))
+        for start in range(0, size, largest):
+            self._write(start, min(largest, size - start))
 
     def in_turns(self, amount: int, window_s: float) -> InTurns:
         """Times transfers as a run makes them: reads and writes of `amount` bytes take turns for `window_s`, each at
@@ -160,30 +153,26 @@ class MeasuredFile:
         count = 0
         while not count or write_s + read_s < window_s:
             start, far = self._next(amount)
-            began_s = time.perf_counter()
-            self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
-            written_s = time.perf_counter()
-            self.file.read(self.extent, memoryview(self.buffers[1])[:amount], far)
-            write_s += written_s - began_s
-            read_s += time.perf_counter() - written_s
+            write_s += seconds_of(partial(self.file.write, self.extent, self._views[0][:amount], start))
+            read_s += seconds_of(partial(self.file.read, self.extent, self._views[1][:amount], far))
             count += 1
-        began_s = time.perf_counter()
-        self.file.sync()
-        return InTurns((write_s + time.perf_counter() - began_s) / count, read_s / count)
+        return InTurns((write_s + seconds_of(self.file.sync)) / count, read_s / count)
 
     def read_and_write(self, amount: int) -> float:
         """Reads and writes at the same time, until the drive has the bytes; returns the seconds that this took."""
         start, far = self._next(amount)
-        began_s = time.perf_counter()
-        with ThreadPoolExecutor(1) as writer:
-            writing = writer.submit(self._write, start, amount)
-            self.file.read(self.extent, memoryview(self.buffers[1])[:amount], far)
-            writing.result()
-        return time.perf_counter() - began_s
+
+        def both() -> None:
+            with ThreadPoolExecutor(1) as writer:
+                writing = writer.submit(self._write, start, amount)
+                self.file.read(self.extent, self._views[1][:amount], far)
+                writing.result()
+
+        return seconds_of(both)
 
     def _write(self, start: int, amount: int) -> None:
         """A direct write may still be in the drive's cache, hence the sync."""
-        self.file.write(self.extent, memoryview(self.buffers[0])[:amount], start)
+        self.file.write(self.extent, self._views[0][:amount], start)
         self.file.sync()
 
     def _next(self, amount: int) -> tuple[int, int]:

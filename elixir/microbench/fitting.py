@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from elixir.errors import InputError
 from elixir.hardware.memory import cpu_name, total_host_bytes
 from elixir.hardware.profile import HardwareProfile
-from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit, fit_unit
+from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 
 ERROR_LIMIT = 0.5
 """A fit that is off by more than this share at any point is left out."""
@@ -30,9 +29,9 @@ MIN_RATE_SHARE = 0.6
 other work kept the cores busy: threads that wait for a core wait for milliseconds."""
 MAX_LATENCY_S = 5e-3
 """Largest latency that is believed: a thread that waits for its turn on a core takes longer to start."""
-_UNITS = {"numel": "elements", "flops": "FLOP", "bytes": "bytes"}
 Found = dict[str, tuple[Any, str]]
-"""Field of `HardwareProfile` -> its value and source; without a source, it needs none."""
+"""Field of `HardwareProfile`, or a fit such as ``fits.host_memory`` -> its value and source; without a source, it needs
+none."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ class Series:
     """How many ranks did so at once."""
     fit: RateFit | None = None
     problem: str = ""
-
-    @property
-    def unit(self) -> str:
-        """The unit of amounts: ``bytes``, ``elements`` or ``FLOP``."""
-        return _UNITS[fit_unit(self.key)]
 
     @property
     def per_s(self) -> float:
@@ -98,98 +92,69 @@ def fit_points(points: Sequence[tuple[float, float]]) -> RateFit:
     if len({amount for amount, _ in points}) < MIN_POINTS:
         raise InputError(f"a fit needs {MIN_POINTS} different amounts or more, found {len(points)} points")
     import numpy as np
+    from numpy.polynomial import polynomial
 
     amounts, seconds_ = np.array(points, dtype=np.float64).T
-    # In units of the largest amount and its time, so that both unknowns are of order one; each row over its own time.
-    amount_unit, seconds_unit = float(amounts.max()), float(seconds_[amounts.argmax()])
-    times = seconds_ / seconds_unit
-    rows = np.stack([1 / times, amounts / amount_unit / times], axis=1)
-    solved = _not_negative(rows)
-    latency, inverse = (float(value) for value in solved)
-    if inverse < MIN_RATE_SHARE * (latency + inverse):
+    latency_s, inverse = polynomial.polyfit(amounts, seconds_, 1, w=1 / seconds_)
+    if latency_s < 0:  # then 0 is the best, and the other is the only unknown
+        shares = amounts / seconds_
+        latency_s, inverse = 0.0, shares.sum() / np.square(shares).sum()
+    rate_s = max(inverse, 0.0) * amounts.max()
+    if rate_s < MIN_RATE_SHARE * (latency_s + rate_s):
         raise InputError(
-            f"seconds hardly grow with the amount: {latency / (latency + inverse):.0%} of the largest amount's time "
+            f"seconds hardly grow with the amount: {latency_s / (latency_s + rate_s):.0%} of the largest amount's time "
             "would be latency; measure larger amounts, on a quieter machine"
         )
-    if latency * seconds_unit > MAX_LATENCY_S:
+    if latency_s > MAX_LATENCY_S:
         raise InputError(
-            f"a latency of {latency * seconds_unit * 1e3:.1f} ms is too long, at most {MAX_LATENCY_S * 1e3:g} ms is "
-            f"accepted: other programs keep the cores busy; measure again on a quieter machine"
+            f"a latency of {latency_s * 1e3:.1f} ms is too long, at most {MAX_LATENCY_S * 1e3:g} ms is accepted: other "
+            "programs keep the cores busy; measure again on a quieter machine"
         )
-    errors = np.abs(rows @ solved - 1)
+    errors = np.abs((latency_s + inverse * amounts) / seconds_ - 1)
     worst = int(errors.argmax())
     if errors[worst] > ERROR_LIMIT:
         raise InputError(
             f"latency and rate do not describe it: off by {errors[worst]:.0%} at {amounts[worst]:.4g}, at most "
             f"{ERROR_LIMIT:.0%} is accepted; measure again on a quieter machine"
         )
-    return RateFit(
-        latency_s=latency * seconds_unit,
-        per_s=amount_unit / (inverse * seconds_unit),
-        error=float(errors[worst]),
-        points=tuple((float(amount), float(seconds)) for amount, seconds in points),
-    )
+    return RateFit(float(latency_s), float(1 / inverse), float(errors[worst]), tuple(points))
 
 
-def _not_negative(rows: Any) -> Any:
-    """The two unknowns, neither below 0, whose products with `rows` are nearest to 1: both are free, or one is 0."""
-    import numpy as np
-
-    found = []
-    for free in ([0, 1], [0], [1]):
-        solved = np.zeros(2)
-        solved[free] = np.linalg.lstsq(rows[:, free], np.ones(len(rows)), rcond=None)[0]
-        if (solved >= 0).all():
-            found.append(solved)
-    return min(found, key=lambda solved: float(np.square(rows @ solved - 1).sum()))
-
-
-def profile_of(
-    name: str, found: Found, fits: Mapping[str, tuple[RateFit, str]], base: HardwareProfile | None = None
-) -> HardwareProfile:
+def profile_of(name: str, found: Found, base: HardwareProfile | None = None) -> HardwareProfile:
     """A profile measured today.
 
     Args:
         name: of the profile.
-        found: its fields.
-        fits: key -> fit and source.
+        found: its fields and fits.
         base: has the fields that are not in `found`; None: they are unknown.
     """
-    values = {field: value for field, (value, _) in found.items()}
-    values |= {"name": name, "measured_at": today(), "fits": {key: fit for key, (fit, _) in fits.items()}}
+    fits = {key[5:]: value for key, (value, _) in found.items() if key.startswith("fits.")}
+    values = {field: value for field, (value, _) in found.items() if not field.startswith("fits.")}
+    values |= {"name": name, "measured_at": today(), "fits": fits}
     sources = {field: source for field, (_, source) in found.items() if source}
     if fits:
         sources["fits"] = "measured: latency and rate with the least squared relative error; each has a separate line"
-    sources |= {f"fits.{key}": source for key, (_, source) in fits.items()}
     if base is None:
         return HardwareProfile(sources=sources, **values)
     return dataclasses.replace(base, sources=base.sources | sources, **values)
 
 
-def slug(device_name: str) -> str:
-    """The name of a device as part of a profile's name."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.split(",")[0].lower()).strip("-")
-
-
 def system_facts(device: torch.device) -> Found:
     """Fields that are read, and the same however long the machine is measured."""
-    found: Found = {"host_memory_bytes": (total_host_bytes(), "read from the operating system and its control groups")}
+    host_bytes = total_host_bytes()
     if device.type == "cpu":
-        return found | {
-            "device_kind": ("cpu", ""),
-            "device_name": (f"{cpu_name()}, {threads_text()}", ""),
-            "compute_capability": (None, ""),
-            "device_memory_bytes": (
-                total_host_bytes(),
-                "read from the operating system: the same memory as the host's",
-            ),
-        }
-    properties = torch.cuda.get_device_properties(device)
-    return found | {
-        "device_kind": ("cuda", ""),
-        "device_name": (properties.name, ""),
-        "compute_capability": ((properties.major, properties.minor), "read from the driver"),
-        "device_memory_bytes": (torch.cuda.mem_get_info(device)[1], "read from the driver: total, not free"),
+        name, capability = f"{cpu_name()}, {threads_text()}", None
+        memory = host_bytes, "read from the operating system: the same memory as the host's"
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        name, capability = properties.name, (properties.major, properties.minor)
+        memory = torch.cuda.mem_get_info(device)[1], "read from the driver: total, not free"
+    return {
+        "host_memory_bytes": (host_bytes, "read from the operating system and its control groups"),
+        "device_kind": (device.type, ""),
+        "device_name": (name, ""),
+        "compute_capability": (capability, "read from the driver" if capability else ""),
+        "device_memory_bytes": memory,
     }
 
 

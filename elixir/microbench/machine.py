@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 from collections.abc import Sequence
 
 import torch
 
 from elixir.files import PathLike
 from elixir.hardware.profile import HardwareProfile
+from elixir.hardware.rate_fit import PLAIN_FIELDS
 from elixir.microbench.bench import Bench, Job, Progress, default_device, run_jobs
 from elixir.microbench.brief import CUDA_BLOCK_OPERATORS, LAUNCH_NUMEL, call_s
-from elixir.microbench.compute import DTYPES, adam_jobs, all_threads_jobs, compute_jobs, compute_threads, thread_counts
+from elixir.microbench.compute import DTYPES, adam_jobs, compute_jobs, compute_threads, thread_counts
 from elixir.microbench.disk import disk_jobs, free_disk_bytes
-from elixir.microbench.fitting import Found, Series, profile_of, slug, system_facts
-from elixir.microbench.ranks import Ranks
-from elixir.microbench.transfers import collective_jobs, link_jobs, pinning_rate, transfer_jobs
+from elixir.microbench.fitting import Found, Series, profile_of, system_facts
+from elixir.microbench.ranks import ALONE, Ranks
+from elixir.microbench.transfers import collective_jobs, pinning_rate, transfer_jobs
 from elixir.units import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -50,67 +53,62 @@ def measure(
         InputError: something a profile cannot do without could not be measured, or the folder cannot be used.
         RankError: another rank is gone.
     """
-    together = ranks or Ranks()
-    device = default_device(together)
-    first = together.rank == 0
-    single = single_jobs(Bench(device, quick)) if first else []
+    together, number = ranks or ALONE, itertools.count()
+    device, first = default_device(together), together.rank == 0
+    alone, at_once = Bench(device, quick), Bench(device, quick, together)
     folders = [disk_folder] if isinstance(disk_folder, (str, os.PathLike)) else list(disk_folder or ())
+    single = machine_jobs(alone) if first else []
     if first and folders:
-        single += disk_jobs(Bench(device, quick), *folders)
-    shared = rank_jobs(Bench(device, quick, together))
-    count = len(single) + len(shared)
-    tell = progress if first else None
-    results = together.share(run_jobs(single, tell, 0, count))
-    results += run_jobs(shared, tell, len(single), count)
+        single += disk_jobs(alone, *folders)
+    shared = machine_jobs(at_once) if together.size > 1 else []
+
+    def begins(title: str) -> None:
+        if progress is not None and first:
+            progress(title, next(number), len(single) + len(shared))
+
+    results = together.share(run_jobs(single, begins)) + run_jobs(shared, begins)
     if first:
         failed = [result for result in results if result.fit is None]
         if failed:
             keys = ", ".join(result.key for result in failed)
             said = "no fit for %d of the rates, left out of the profile: %s; %s"
             logger.warning(said, len(failed), keys, failed[0].problem)
-    profile: HardwareProfile = together.share(
-        _profile(Bench(device, quick, together), results, folders) if first else None
-    )
+    profile: HardwareProfile = together.share(_profile(at_once, results, folders) if first else None)
     return profile
 
 
-def single_jobs(bench: Bench) -> list[Job]:
-    """The jobs that one process measures by itself."""
-    return [*transfer_jobs(bench), *adam_jobs(bench), *compute_jobs(bench)]
-
-
-def rank_jobs(bench: Bench) -> list[Job]:
-    """The jobs that several ranks measure at once; none for one rank."""
-    if bench.ranks.size == 1:
-        return []
-    return [*link_jobs(bench), *all_threads_jobs(bench), *collective_jobs(bench)]
+def machine_jobs(bench: Bench) -> list[Job]:
+    """The jobs that one process measures by itself, or those that several ranks measure at once."""
+    last = compute_jobs(bench) if bench.ranks.size == 1 else collective_jobs(bench)
+    return [*transfer_jobs(bench), *adam_jobs(bench), *last]
 
 
 def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[PathLike]) -> HardwareProfile:
-    on_cpu, given = bench.device.type == "cpu", {result.key: result for result in results}
+    on_cpu, given, ranks = bench.device.type == "cpu", {result.key: result for result in results}, bench.ranks
     if on_cpu:
         # One copy serves both ways, and the device's step is the host's on the threads of compute.
         ways = {"device_to_host": "host_to_device", "device_to_host.all_ranks": "host_to_device.all_ranks"}
         ways |= {f"device_adam{dtype}": f"host_adam.{compute_threads()}{dtype}" for dtype in ("", ".bfloat16")}
         given |= {key: given[other] for key, other in ways.items() if other in given}
     network = given.pop("network", None)
-    rates = {
-        "device_memory_bytes_per_s": "host_memory" if on_cpu else "elementwise.float32",
-        "host_memory_bytes_per_s": "host_memory",
-        "host_to_device_bytes_per_s": "host_to_device",
-        "device_to_host_bytes_per_s": "device_to_host",
-        "host_adam_numel_per_s": f"host_adam.{thread_counts()[-1]}",
-        "device_adam_numel_per_s": "device_adam",
-    }
-    if disk_folders:
-        rates |= {f"{way}_bytes_per_s": way for way in ("disk_read", "disk_write")}
     squares = {dtype_name(dtype): given[f"matmul.{dtype_name(dtype)}.square"] for dtype in DTYPES}
     squares = {name: result for name, result in squares.items() if result.points}
+    families = given | {
+        "host_adam": given[f"host_adam.{thread_counts()[-1]}"],
+        "elementwise": given["host_memory" if on_cpu else "elementwise.float32"],
+    }
+    plain = {field: families[family] for family, field in PLAIN_FIELDS.items() if family in families}
+    links = [plain[PLAIN_FIELDS[way]] for way in ("host_to_device", "device_to_host")]
+    slower = min(links, key=lambda result: result.per_s)
+    lone_device = "" if on_cpu else "not measured, one device only; taken as the host link ({})"
     found: Found = {
         **system_facts(bench.device),
-        **{field: (given[key].per_s, given[key].source) for field, key in rates.items()},
-        "devices_per_host": _devices_per_host(bench),
-        "device_to_device_bytes_per_s": _peer_rate(on_cpu, given),
+        "device_to_device_bytes_per_s": (slower.per_s, lone_device.format(slower.source) or slower.source),
+        **{field: (result.per_s, result.source) for field, result in plain.items()},
+        "devices_per_host": (
+            ranks.local_size if ranks.machines > 1 else 1,
+            "of several machines, the ranks of each; otherwise one host is one device",
+        ),
         "host_pin_bytes_per_s": pinning_rate(Bench(bench.device, bench.quick)),
         "flops_per_s": (
             {name: result.per_s for name, result in squares.items()},
@@ -123,27 +121,11 @@ def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[Pat
     if network is not None and network.points:
         found["network_bytes_per_s"] = (network.per_s, network.source)
         if network.fit is not None:  # a ring that sums takes so many steps between machines
-            steps = 2 * (bench.ranks.machines - 1)
-            found["network_latency_s"] = (network.fit.latency_s / steps, network.source)
+            found["network_latency_s"] = (network.fit.latency_s / (2 * (ranks.machines - 1)), network.source)
     if not on_cpu:
         how = f"measured: {CUDA_BLOCK_OPERATORS} operators of {LAUNCH_NUMEL} elements, forward and backward"
         found["launch_s"] = (call_s(bench.device), how)
-    fits = {key: (result.fit, result.source) for key, result in given.items() if result.fit is not None}
-    return profile_of(f"measured-{slug(found['device_name'][0])}", found, fits)
-
-
-def _devices_per_host(bench: Bench) -> tuple[int, str]:
-    if bench.device.type == "cuda":
-        return torch.cuda.device_count(), "read from the driver: visible devices"
-    ranks = bench.ranks
-    count = ranks.local_size if ranks.machines > 1 else 1
-    return count, "of several machines, the ranks of each; otherwise one host is one device"
-
-
-def _peer_rate(on_cpu: bool, given: dict[str, Series]) -> tuple[float, str]:
-    if "device_to_device" in given:
-        return given["device_to_device"].per_s, given["device_to_device"].source
-    slower = min((given["host_to_device"], given["device_to_host"]), key=lambda result: result.per_s)
-    if on_cpu:
-        return slower.per_s, slower.source
-    return slower.per_s, f"not measured, one device only; taken as the host link ({slower.source})"
+        found["devices_per_host"] = (torch.cuda.device_count(), "read from the driver: visible devices")
+    found |= {f"fits.{key}": (result.fit, result.source) for key, result in given.items() if result.fit is not None}
+    name = re.sub(r"[^a-z0-9]+", "-", found["device_name"][0].split(",")[0].lower()).strip("-")
+    return profile_of(f"measured-{name}", found)

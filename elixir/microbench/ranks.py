@@ -27,8 +27,6 @@ class Ranks:
     local_size: int = 1
     """How many of them are on this machine."""
     local_rank: int = 0
-    control: Any = None
-    """gloo group for small values on the host; None for one rank."""
 
     @property
     def machines(self) -> int:
@@ -57,10 +55,14 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.control)
+            dist.all_gather_object(values, value)  # on the host, by gloo
         except RuntimeError as error:
             raise RankError(f"another rank is gone while measuring; see its message. From torch: {error}") from None
         return values
+
+
+ALONE = Ranks()
+"""The one process of a measurement without torchrun."""
 
 
 @contextlib.contextmanager
@@ -74,7 +76,7 @@ def joined() -> Iterator[Ranks]:
         RankError: the ranks do not find each other.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield Ranks()
+        yield ALONE
         return
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -93,7 +95,6 @@ def joined() -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {rank} of {size} cannot join the others: {error}") from None
     try:
-        control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if cuda else dist.group.WORLD
-        yield Ranks(size, rank, local_size, local_rank, control)
+        yield Ranks(size, rank, local_size, local_rank)
     finally:
         dist.destroy_process_group()

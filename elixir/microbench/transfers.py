@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elixir.hardware.memory import check_device
-from elixir.microbench.bench import Bench, Run, Workload, geometric, walking
+from elixir.microbench.bench import Bench, Run, Workload, seconds_of, walking
 from elixir.microbench.ranks import GROUP_TIMEOUT, Ranks
 from elixir.plan.step_traffic import all_reduce_bytes
 from elixir.units import MIB, format_bytes
@@ -37,27 +37,29 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LONGEST_S = 1.0
 """Seconds of the longest sum between machines: a slow network shows its rate with little."""
-_KINDS = ("all_gather", "reduce_scatter")
+_KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], object]] = {
+    "all_gather": lambda whole, shard, group: _all_gather(whole, shard, group=group),
+    "reduce_scatter": lambda whole, shard, group: _reduce_scatter(shard, whole, group=group),
+}
 
 
 def transfer_jobs(bench: Bench) -> list[Workload]:
-    """Host memory and the host's link: one way, both ways at once, pinned and not, and between devices.
+    """Host memory and the host's link: one way, both ways at once, pinned and not, and between devices. By several
+    ranks at once only the link from pinned memory, one way and both ways.
 
     On a machine whose device is the CPU, a link is a copy from host memory to host memory: no direction and nothing
     pinned, so that there is one series for both ways.
     """
-    jobs = [memory_work(bench.on("cpu")), *link_jobs(bench)]
-    if bench.device.type == "cuda":
+    cuda = bench.device.type == "cuda"
+    links = [*(copy_work(bench, way) for way in (_TITLES if cuda else ("host_to_device",))), both_ways_work(bench)]
+    if bench.ranks.size > 1:
+        return links
+    jobs = [memory_work(bench.on("cpu")), *links]
+    if cuda:
         jobs += [copy_work(bench, way, pinned=False) for way in _TITLES]
         if torch.cuda.device_count() > 1:
             jobs.append(_peer_work(bench))
     return jobs
-
-
-def link_jobs(bench: Bench) -> list[Workload]:
-    """The link from pinned memory, one way and both ways at once; by all ranks at once if there are several."""
-    ways = _TITLES if bench.device.type == "cuda" else ("host_to_device",)
-    return [*(copy_work(bench, way) for way in ways), both_ways_work(bench)]
 
 
 def pinning_rate(bench: Bench) -> tuple[float, str]:
@@ -72,9 +74,8 @@ def pinning_rate(bench: Bench) -> tuple[float, str]:
         # Private: shared memory, which Python makes otherwise, has huge pages by another setting.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         memory = mmap.mmap(-1, nbytes, **private)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(AttributeError, OSError):  # a system, or a kernel, without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
         began_s = time.perf_counter()
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         buffer.zero_()
@@ -93,47 +94,38 @@ def memory_work(bench: Bench) -> Workload:
 
     A line that the cache fetches before it is overwritten is not counted, so hardware may move up to a third more.
     """
-    plan = bench.effort()
-    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, MIB // 4)
+    sizes = bench.sizes(SMALLEST_BYTES, MIB // 4)
 
-    def buffers() -> list[torch.Tensor]:
-        return [torch.ones(plan.buffer_bytes // 4, device=bench.device) for _ in range(3)]
+    def begin() -> Callable[[int], Run]:
+        buffers = [torch.ones(sizes[-1] // 4, device=bench.device) for _ in range(3)]
+        return walking(lambda a, b, c: torch.add(a, b, out=c), buffers)
 
     how = f"c = a + b on {bench.device}, fp32 buffers of {_span(sizes)}"
-    begin = walking(lambda a, b, c: torch.add(a, b, out=c), buffers)
     return Workload("host memory", ("host_memory",), bench, how, sizes, begin, lambda size: 3.0 * size)
 
 
 def copy_work(bench: Bench, way: str, *, pinned: bool = True) -> Workload:
     """Copies between host and device, one direction; on the CPU from host to host."""
-    plan = bench.effort()
-    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
+    sizes = bench.sizes(SMALLEST_BYTES, SMALLEST_BYTES)
 
-    def buffers() -> list[torch.Tensor]:
-        both = _buffers(bench, plan.buffer_bytes, pinned)
-        return both if way == "host_to_device" else both[::-1]
+    def begin() -> Callable[[int], Run]:
+        host, device = _buffers(bench, sizes[-1], pinned)
+        return walking(_copy, (host, device) if way == "host_to_device" else (device, host))
 
-    title, key = _TITLES[way].format(bench.device), way + ("" if pinned else ".pageable") + _suffix(bench)
+    title, key = _TITLES[way].format(bench.device), way + ("" if pinned else ".pageable") + bench.all_ranks
     how = f"copy {title}, {_span(sizes)}, {_kind(bench, pinned)}"
-    begin = walking(lambda source, goal: goal.copy_(source, non_blocking=True), buffers)
-    title += "" if pinned else ", pageable"
-    return Workload(title, (key,), bench, how, sizes, begin)
+    return Workload(title + ("" if pinned else ", pageable"), (key,), bench, how, sizes, begin)
 
 
 def both_ways_work(bench: Bench) -> Workload:
-    """Copies up and down that start together: two streams on CUDA, two threads on the CPU. One series per direction."""
-    plan = bench.effort()
-    half = plan.buffer_bytes // 2
-    sizes = geometric(min(SMALLEST_BOTH_BYTES, half), half, plan.amounts, SMALLEST_BYTES)
-
-    def buffers() -> list[torch.Tensor]:
-        return [*_buffers(bench, half, pinned=True), *_buffers(bench, half, pinned=True)[::-1]]
+    """Copies up and down that start together, each on its own thread and stream. One series per direction."""
+    sizes = bench.sizes(SMALLEST_BOTH_BYTES, SMALLEST_BYTES, bench.effort().buffer_bytes // 2)
 
     def begin() -> Callable[[int], Run]:
-        timed = _timed_on_streams(bench.device) if bench.device.type == "cuda" else _timed_on_threads()
-        return walking(lambda up, on_device, down, on_host: timed(((up, on_device), (down, on_host))), buffers)()
+        up, down = _buffers(bench, sizes[-1]), _buffers(bench, sizes[-1])
+        return walking(_both_timed(bench.device), (*up, *reversed(down)))
 
-    keys = tuple(f"{way}.both{_suffix(bench)}" for way in _TITLES)
+    keys = tuple(f"{way}.both{bench.all_ranks}" for way in _TITLES)
     title, how = f"host and {bench.device}, both ways at once", f"copies both ways at once, {_span(sizes)} each"
     return Workload(title, keys, bench, f"{how}, {_kind(bench, True)}", sizes, begin)
 
@@ -142,64 +134,47 @@ def _peer_work(bench: Bench) -> Workload:
     """Copies from the device to the next CUDA device, one direction."""
     first = bench.device
     second = check_device(f"cuda:{((first.index or 0) + 1) % torch.cuda.device_count()}")
-    plan = bench.effort(second)
-    sizes = geometric(SMALLEST_BYTES, plan.buffer_bytes, plan.amounts, SMALLEST_BYTES)
-
-    def buffers() -> list[torch.Tensor]:
-        return [torch.ones(plan.buffer_bytes, dtype=torch.uint8, device=device) for device in (first, second)]
+    sizes = bench.on(second).sizes(SMALLEST_BYTES, SMALLEST_BYTES)
 
     def copy(source: torch.Tensor, goal: torch.Tensor) -> None:
         # The copy spans two devices: an event of one says nothing about the other, so both are waited for.
-        goal.copy_(source, non_blocking=True)
+        _copy(source, goal)
         torch.cuda.synchronize(first)
         torch.cuda.synchronize(second)
 
+    def begin() -> Callable[[int], Run]:
+        return walking(copy, [torch.ones(sizes[-1], dtype=torch.uint8, device=device) for device in (first, second)])
+
     how = f"copy {first} to {second}, {_span(sizes)}"
     by_clock = bench.on("cpu")  # see above
-    begin = walking(copy, buffers)
     return Workload("device to device", ("device_to_device",), by_clock, how, sizes, begin)
 
 
-def _timed_on_threads() -> Callable[[Any], tuple[float, ...]]:
-    pool, start = ThreadPoolExecutor(2), threading.Barrier(2)
+def _copy(source: torch.Tensor, goal: torch.Tensor) -> None:
+    goal.copy_(source, non_blocking=True)
 
-    def timed(way: tuple[torch.Tensor, torch.Tensor]) -> float:
-        source, goal = way
+
+def _both_timed(device: torch.device) -> Callable[..., tuple[float, ...]]:
+    """A run that copies the first buffer to the second and the third to the fourth, and gives the seconds of both."""
+
+    def on_own_stream() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    pool, start = ThreadPoolExecutor(2, initializer=on_own_stream), threading.Barrier(2)
+
+    def timed(*way: torch.Tensor) -> float:
         start.wait()
-        began = time.perf_counter()
-        goal.copy_(source)
-        return time.perf_counter() - began
+        return seconds_of(lambda: _copy(*way), device)
 
-    return lambda ways: tuple(pool.map(timed, ways))
+    return lambda up, on_device, down, on_host: tuple(pool.map(timed, (up, down), (on_device, on_host)))
 
 
-def _timed_on_streams(device: torch.device) -> Callable[[Any], tuple[float, ...]]:
-    cuda: Any = torch.cuda  # its classes carry no annotations
-    streams = [cuda.Stream(device), cuda.Stream(device)]
-    events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in streams]
-
-    def timed(ways: Any) -> tuple[float, ...]:
-        with cuda.device(device):
-            for stream, (began, ended), (source, goal) in zip(streams, events, ways, strict=True):
-                with cuda.stream(stream):
-                    began.record()
-                    goal.copy_(source, non_blocking=True)
-                    ended.record()
-            cuda.synchronize(device)
-        return tuple(float(began.elapsed_time(ended)) / 1e3 for began, ended in events)
-
-    return timed
-
-
-def _buffers(bench: Bench, size: int, pinned: bool) -> list[torch.Tensor]:
+def _buffers(bench: Bench, size: int, pinned: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """A host buffer and one on the device, both written to, so that their pages exist."""
     pin = pinned and bench.device.type == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pin).fill_(1)
-    return [host, torch.ones(size, dtype=torch.uint8, device=bench.device)]
-
-
-def _suffix(bench: Bench) -> str:
-    return ".all_ranks" if bench.ranks.size > 1 else ""
+    return host, torch.ones(size, dtype=torch.uint8, device=bench.device)
 
 
 def _kind(bench: Bench, pinned: bool) -> str:
@@ -244,8 +219,8 @@ def _groups(ranks: Ranks) -> tuple[Any, Any]:
 
 def _network_work(bench: Bench, across: Any) -> Workload:
     """Sums of growing buffers between machines, all ranks at once; the amount is what a machine receives."""
-    ranks, plan = bench.ranks, bench.effort()
-    sizes = geometric(SMALLEST_WHOLE_BYTES, plan.buffer_bytes, plan.amounts, _DTYPE.itemsize * ranks.machines)
+    ranks = bench.ranks
+    sizes = bench.sizes(SMALLEST_WHOLE_BYTES, _DTYPE.itemsize * ranks.machines)
 
     def prepare(size: int) -> Run:
         buffer = torch.zeros(size // _DTYPE.itemsize, dtype=_DTYPE, device=bench.device)
@@ -270,17 +245,15 @@ def _collective_work(bench: Bench, kind: str, world: int, group: Any) -> Workloa
         world: ranks of the group.
         group: this rank's part of them, each of which does so at once; None for all.
     """
-    plan, multiple = bench.effort(), world * _DTYPE.itemsize * 512
-    smallest, largest = (max(1, size // multiple) * multiple for size in (SMALLEST_WHOLE_BYTES, plan.buffer_bytes))
-    sizes = geometric(smallest, largest, plan.amounts, multiple)
+    most, multiple = bench.effort().buffer_bytes, world * _DTYPE.itemsize * 512
+    smallest, largest = (max(1, size // multiple) * multiple for size in (SMALLEST_WHOLE_BYTES, most))
+    sizes = bench.sizes(smallest, multiple, largest)
 
     def prepare(size: int) -> Run:
-        numel = size // _DTYPE.itemsize
-        whole = torch.ones(numel, dtype=_DTYPE, device=bench.device)
-        shard = torch.ones(numel // world, dtype=_DTYPE, device=bench.device)
-        if kind == "all_gather":
-            return lambda: _all_gather(whole, shard, group=group)
-        return lambda: _reduce_scatter(shard, whole, group=group)
+        whole, shard = (
+            torch.ones(size // parts // _DTYPE.itemsize, dtype=_DTYPE, device=bench.device) for parts in (1, world)
+        )
+        return lambda: _KINDS[kind](whole, shard, group)
 
     name = kind.replace("_", "-")
     title = f"{name}, {world} ranks" + ("" if group is None else " of each machine")

@@ -343,19 +343,11 @@ def measure_with(monkeypatch: pytest.MonkeyPatch, effort: Effort) -> None:
     monkeypatch.setattr(bench, "_EFFORTS", dict.fromkeys([("cpu", False), ("cpu", True)], effort))
 
 
-def rate_of_work(run: Callable[[], object], amount: float, clock: Callable[[], float]) -> Any:
-    """A rate that is measured briefly: of a run that amounts to something, by a clock."""
+def rate_of_work(run: Callable[[], object], amount: float, lane: ThreadPoolExecutor | None = None) -> Any:
+    """A rate that is measured briefly: of a run that amounts to something, on this thread or on that of a lane."""
     from elixir.microbench.brief import _Rate
 
-    return _Rate(run, amount, clock)
-
-
-def run_lane_next_to_products(lane: Any, products: Any, seconds: float) -> None:
-    """Measures the rate of a lane and that of products while both run."""
-    from elixir.microbench.brief import _turn_of_lane
-
-    with ThreadPoolExecutor(1) as worker:
-        _turn_of_lane(lane, products, worker, seconds)
+    return _Rate(run, amount, lane=lane)
 
 
 def attention_is_counted_with_groups() -> bool:

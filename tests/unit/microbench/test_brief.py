@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,13 +35,19 @@ class Clock:
         self.now_s += seconds
 
 
-def test_a_rate_is_all_work_over_all_time() -> None:
-    clock = Clock()
-    rate = inside.rate_of_work(lambda: clock.work(0.25), 10.0, clock)
-    rate.turn(1.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(brief.time, "perf_counter", made)
+    return made
+
+
+def test_a_rate_is_all_work_over_all_time(clock: Clock) -> None:
+    rate = inside.rate_of_work(lambda: clock.work(0.25), 10.0)
+    rate.turn(rate, 1.0)
     clock.work(100.0)  # others have their turns
-    rate.turn(0.0)
-    assert (rate.done, rate.spent_s) == (50.0, 1.25)
+    rate.turn(rate, 0.0)
+    assert (rate.runs, rate.spent_s) == (5, 1.25)
     assert rate.per_s == 40.0
     assert rate.run_s == 0.25
 
@@ -75,9 +82,9 @@ def test_slow_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.flops_per_s["float32"] <= 2 * 6 * 4 * 768**2 / 5e-3
 
 
-def test_what_lanes_take_from_products_is_seen() -> None:
+def test_what_lanes_take_from_products_is_seen(clock: Clock) -> None:
     """Each product of 1 s is held up by work of the lane for 4 s."""
-    clock, wanted, worked = Clock(), threading.Semaphore(0), threading.Semaphore(0)
+    wanted, worked = threading.Semaphore(0), threading.Semaphore(0)
 
     def product() -> None:
         wanted.release()
@@ -89,10 +96,12 @@ def test_what_lanes_take_from_products_is_seen() -> None:
             clock.work(4.0)
             worked.release()
 
-    products, lane = (inside.rate_of_work(run, 1.0, clock) for run in (product, of_the_lane))
-    inside.run_lane_next_to_products(lane, products, 15.0)
-    assert (products.done, products.spent_s) == (3.0, 15.0)
-    assert lane.done >= 3.0
+    products = inside.rate_of_work(product, 1.0)
+    with ThreadPoolExecutor(1) as worker:
+        lane = inside.rate_of_work(of_the_lane, 1.0, worker)
+        lane.turn(products, 15.0)
+    assert (products.runs, products.spent_s) == (3, 15.0)
+    assert lane.runs >= 3
 
 
 class _Block(nn.Module):

@@ -41,7 +41,7 @@ def test_both_ways_are_measured_and_no_file_is_left(
     found = disk_series(QUICK, tmp_path)
     assert tuple(series.key for series in found) == disk.KEYS
     for series in found:
-        assert series.unit == "bytes"
+        assert frame.unit_of(series) == "bytes"
         assert [amount for amount, _ in series.points] == sorted({amount for amount, _ in series.points})
         assert all(amount % DIRECT_BYTES == 0 and seconds > 0 for amount, seconds in series.points)
         assert ("pages dropped" in series.how) >= (not direct)
@@ -125,7 +125,7 @@ def test_a_system_that_does_not_say_its_file_systems(tmp_path: Path, monkeypatch
 def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    all_jobs = machine.single_jobs
+    all_jobs = machine.machine_jobs
 
     @dataclass(frozen=True)
     class Fake(Job):
@@ -135,7 +135,7 @@ def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
     def fakes(bench: Bench) -> list[Job]:
         return [Fake(job.title, job.keys) for job in all_jobs(bench)]
 
-    monkeypatch.setattr(machine, "single_jobs", fakes)
+    monkeypatch.setattr(machine, "machine_jobs", fakes)
     without = measure(quick=True)
     assert not without.knows_disk
     profile = measure(quick=True, disk_folder=tmp_path)

@@ -177,7 +177,7 @@ def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytes
     runs: list[int] = []
     monkeypatch.setattr(bench_module.time, "perf_counter", lambda: next(clock))
     plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
-    seconds, repeats = median_seconds(lambda: runs.append(1), CPU, plan)
+    (seconds,), repeats = median_seconds(lambda: runs.append(1), CPU, plan)
     assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
 
 

@@ -17,7 +17,7 @@ from elixir.microbench.disk import disk_jobs
 from elixir.microbench.ranks import Ranks, joined
 from tests.common.profile_scripts import frame
 
-PAIR = Ranks(2, 0, 2, 0, None)
+PAIR = Ranks(2, 0, 2, 0)
 
 
 def test_a_dtype_that_the_cpu_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
