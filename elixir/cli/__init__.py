@@ -4,8 +4,9 @@ checkpoint``.
 Nothing of ours is imported up front, and everything else inside of `main`, so that a user who interrupts an import gets
 an answer. ``elixir --help``, ``show``, ``compare``, ``models`` and ``hardware`` import no torch, unless they measure.
 
-A command is a generator of what it has to say: text, tables, a dict for ``--json``, or an exit status. `main` alone
-prints that, to standard output. While a command works, what else is printed from Python goes to standard error.
+A command is a generator of what it has to say: text, tables and generators of them, an exit status, and a record, which
+is a dict. `main` alone prints that, to standard output: the record under ``--json``, and otherwise all but the record.
+While a command works, what else is printed from Python goes to standard error.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _run(args: Namespace) -> int:
         for said in run(args):
             if isinstance(said, int):
                 status = said
-            else:
+            elif isinstance(said, dict) == bool(getattr(args, "json", None)):
                 output.say(said, stream)
     return status
 

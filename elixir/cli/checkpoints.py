@@ -42,11 +42,8 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
             yield f"{each}: whole"
     else:
         records = [_record(each) for each in _checkpoints(folder)]
-        if args.json:
-            yield records[0] if _is_one(folder) else {"checkpoints": records}
-            return
-        for record in records:
-            yield record_table("checkpoint", record)
+        yield records[0] if _is_one(folder) else {"checkpoints": records}
+        yield (record_table("checkpoint", record) for record in records)
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -42,11 +42,9 @@ def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     files.refuse_artifact(args.model)
     trace, _ = from_flags.traced(args, load_hardware(args.hardware))
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
-    if args.json:
-        yield record_of(trace)
-    else:
-        yield from tables.trace_shown(trace, brief=args.brief)
-        yield from written
+    yield record_of(trace)
+    yield tables.trace_shown(trace, brief=args.brief)
+    yield from written
 
 
 def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
@@ -136,10 +134,7 @@ def _plan_shown(
     written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
     free_bytes = need.machine_bytes(ranks)
-    if args.json:
-        free = {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}
-        yield plan.to_dict() | {"must_be_free": free}
-        return
+    yield plan.to_dict() | {"must_be_free": {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}}
     if choice is not None and not args.brief:
         yield batch_table(choice)
     given = args.host_memory
@@ -149,10 +144,10 @@ def _plan_shown(
     yield str(plan)
     yield f"  must be free  {format_bytes(free_bytes)}{of_given} of each machine's memory{of_each}: {parts}"
     if not args.brief:
-        yield from tables.plan_tables(plan)
+        yield tables.plan_tables(plan)
     if plan.uses_disk:
         yield tables.wear(plan, args.disk_endurance)
-    if not (args.brief or args.no_levers):
+    if not (args.brief or args.no_levers or args.json):
         yield tables.plan_levers_table(plan, answer.levers())
     yield from written
 
@@ -171,10 +166,8 @@ def run_check(args: argparse.Namespace) -> Iterator[output.Said]:
     model, optimizer, batch, step_fn = given
     with user_code.contained(f"{args.function}: the step"):
         found = refusals(model, optimizer, batch, step_fn)
-    if args.json:
-        yield {"refused": [vars(each) for each in found]}
-    else:
-        yield "\n".join(map(str, found)) or "nothing is refused"
+    yield {"refused": [vars(each) for each in found]}
+    yield "\n".join(map(str, found)) or "nothing is refused"
     yield 1 if found else 0
 
 

@@ -11,6 +11,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,14 +79,6 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
-def _batches(text: str) -> int:
-    return _count(text, LARGEST_ACCUMULATION)
-
-
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else _batches(text)
-
-
 def _amount(text: str) -> float:
     """A positive number, such as ``1e9``."""
     try:
@@ -109,11 +102,6 @@ def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
     return parse
 
 
-def _form(text: str) -> str:
-    parse_checkpoint(text)
-    return text
-
-
 def _generation(text: str) -> tuple[int, int]:
     prompt, plus, new = text.partition("+")
     if not plus:
@@ -128,11 +116,11 @@ _KINDS: dict[str, tuple[str | None, Callable[[str], object]]] = {
     "names": ("A,B", _list_of(str)),
     "count": ("N", _count),
     "counts": ("N,M", _list_of(_count)),
-    "batches": ("N", _batches),
-    "count or auto": ("N", _count_or_auto),
+    "batches": ("N", partial(_count, most=LARGEST_ACCUMULATION)),
+    "count or auto": ("N", lambda text: text if text == "auto" else _count(text, LARGEST_ACCUMULATION)),
     "amount": ("N", _amount),
     "size": ("SIZE", parse_bytes),
-    "checkpointing": ("FORM", _form),
+    "checkpointing": ("FORM", lambda text: parse_checkpoint(text) and text),
     "generation": ("PROMPT+NEW", _generation),
 }
 """Kind of a value in the table -> what stands for it in a help, and what reads it."""

@@ -24,15 +24,14 @@ from elixir.step_trace import StepTrace
 def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows any saved artifact."""
     artifact = files.load(args.file, Artifact)
-    if args.json:
-        yield records.record_of(artifact)
-    elif isinstance(artifact, StepTrace):
-        yield from tables.trace_shown(artifact)
+    yield records.record_of(artifact)
+    if isinstance(artifact, StepTrace):
+        yield tables.trace_shown(artifact)
     elif isinstance(artifact, HardwareProfile):
-        yield from records.hardware_shown(artifact)
+        yield records.hardware_shown(artifact)
     elif isinstance(artifact, Plan):
         yield str(artifact)
-        yield from tables.plan_tables(artifact)
+        yield tables.plan_tables(artifact)
 
 
 def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
@@ -40,10 +39,8 @@ def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
     a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
     rows = records.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
     moved = records.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
-    if args.json:
-        fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
-        yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
-        return
+    fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
+    yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
     yield records.comparison_table(f"{args.a} and {args.b}", rows)
     text = f"{sum(left != right for _, left, right in rows)} of {len(rows)} fields differ"
     if moved is not None:
@@ -74,10 +71,8 @@ def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
     """The models known by name."""
     shapes = [describe(name) for name in model_names()]
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
-    if args.json:
-        more = ("parameters", "source", "family", "kv_heads", "vocabulary", "config")
-        yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
-        return
+    more = ("parameters", "source", "family", "kv_heads", "vocabulary", "config")
+    yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
     rows = []
     for shape in shapes:
         shown = [records.show_value(key, getattr(shape, key)) for key in sizes]
@@ -98,9 +93,7 @@ def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     files.check_outputs(data=[args.out])
     if not named:
         profiles = [preset(name) for name in preset_names()]
-        if args.json:
-            yield {profile.name: records.record_of(profile) for profile in profiles}
-            return
+        yield {profile.name: records.record_of(profile) for profile in profiles}
         yield records.presets_table(profiles)
         yield "elixir hardware --show NAME gives every number with its source; --measure fills in this machine"
         return
@@ -108,10 +101,8 @@ def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     if profile is None:
         return
     written = files.written((args.out, profile.save))
-    if args.json:
-        yield profile.to_dict()
-        return
-    yield from records.hardware_shown(profile)
+    yield profile.to_dict()
+    yield records.hardware_shown(profile)
     yield from written
 
 

@@ -70,8 +70,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     module, optimizer = wrap(model, adam, inp=inp, dtype=dtype, **settled, **given)
     plan = module.plan
     try:
-        if not args.json:
-            yield str(plan)
+        yield str(plan)
         reports, peak_bytes = _steps(module, optimizer, {name: value.to(device) for name, value in inp.items()})
     finally:
         module.close()
@@ -87,9 +86,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     written = files.written((args.out, lambda path: write_atomically(path, text)))
-    if args.json:
-        yield record
-        return
+    yield record
     rows = []
     for each in compared:
         shown = format_bytes if each["unit"] == "bytes" else format_seconds

@@ -121,11 +121,9 @@ def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
-    if args.json:
-        yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
-        return
+    yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
     yield f"plan {plan.fingerprint}: {plan.model_name} on {plan.world_size} x {hardware.name}"
-    yield from explanation_shown(found, 0 if args.brief else args.top)
+    yield explanation_shown(found, 0 if args.brief else args.top)
     if found.changes and not args.brief:
         yield plan_levers_table(plan, found.changes)
 
@@ -142,10 +140,8 @@ def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:
     picture = partial(plot_timeline, simulated, title=title)
     save = partial(save_chrome_trace, simulated, plan=plan, trace=trace)
     written = files.written((args.out, save if chrome else picture))
-    if args.json:
-        names = ("step_s", "bound_by", "phases_s", "busy_s", "critical_s")
-        yield {**{name: getattr(simulated, name) for name in names}, "written": args.out}
-        return
+    names = ("step_s", "bound_by", "phases_s", "busy_s", "critical_s")
+    yield {**{name: getattr(simulated, name) for name in names}, "written": args.out}
     phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in simulated.phases_s.items())
     yield f"{format_seconds(simulated.step_s)} a step ({phases}), bound by {RESOURCE_LABELS[simulated.bound_by]}"
     yield from written
