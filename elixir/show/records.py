@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from elixir.artifact import Artifact
-from elixir.errors import InputTypeError
+from elixir.errors import InputTypeError, few
 from elixir.hardware.profile import IF_DOUBTFUL, HardwareProfile, doubtful_rates
 from elixir.hardware.rate_fit import fit_unit
 from elixir.plan.plan import Plan
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from elixir.search.batches import BatchChoice
 
-_DOUBTFUL = 3
-"""Rates that are named with why they are to be doubted."""
 Record = dict[str, Any]
 """Keys that end in ``_bytes`` or ``_s`` say units."""
 _STEP = (
@@ -87,8 +85,7 @@ def hardware_shown(profile: HardwareProfile) -> Iterator[str | Table]:
         yield list_table("sources", ("number", "source"), profile.sources.items())
     doubtful = [f"{name} ({why})" for name, why in doubtful_rates(profile).items()]
     if doubtful:
-        more = f" and {len(doubtful) - _DOUBTFUL} more" if len(doubtful) > _DOUBTFUL else ""
-        yield f"doubtful: {len(doubtful)} of the rates: {', '.join(doubtful[:_DOUBTFUL])}{more}\n{IF_DOUBTFUL}"
+        yield f"doubtful: {len(doubtful)} of the rates: {few(doubtful)}\n{IF_DOUBTFUL}"
 
 
 def presets_table(profiles: Iterable[HardwareProfile]) -> Table:
