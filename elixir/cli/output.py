@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.table import Table
 
-    Text = str | Table | Iterator[str | Table]
-    Said = Text | dict[str, Any] | int
+    Shown = str | Table
+    Said = Shown | Iterator[Shown] | dict[str, Any] | int
     """Text, a table, a generator of them, an object for ``--json``, or the exit status, which is 0 without one."""
 
 Progress = Callable[[str, int, int], None]
@@ -55,7 +55,7 @@ def writing(stream: TextIO) -> Iterator[None]:
         raise OutputError(f"the results cannot be written to standard output: {error.strerror or error}") from error
 
 
-def say(said: Text | dict[str, Any], stream: TextIO) -> None:
+def say(said: Shown | Iterator[Shown] | dict[str, Any], stream: TextIO) -> None:
     """Writes text, an object as JSON, or a table (rich) with an empty line after it; of a generator, all it has."""
     if isinstance(said, Iterator):
         for each in said:

@@ -45,13 +45,10 @@ def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
         (args.csv, lambda path: write_atomically(path, to_frame(rows).to_csv(index=False))),
         (args.plot, lambda path: plot_sweep(rows, path)),
     )
-    if args.json:
-        yield _rows_record(rows, prices)
-    else:
-        yield from _rows_shown(rows, "on paper", prices)
-        yield from _cheapest(rows, prices, args.tokens)
-        _note_host_memory(args, machines)
-        yield from written
+    yield _rows_record(rows, prices)
+    yield _rows_shown(rows, "on paper", prices)
+    yield _conclusion(args, rows, machines, prices)
+    yield from written
     if interrupted is not None:
         yield _cut_short(args, interrupted)
 
@@ -66,17 +63,15 @@ def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     asked = partial(fit, args.model, machines, batch=args.batch or 1, counts=args.world_sizes)
     found, interrupted = _tried(args, asked)
     best = found.best
-    if args.json:
-        yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
-    elif best is None:
-        yield from _rows_shown(found.rows, f"{found.model}: the most devices of each machine")
+    yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
+    if best is None:
+        yield _rows_shown(found.rows, f"{found.model}: the most devices of each machine")
     else:
         yield fit_text(found.model, best)
-        yield from _cost(best, prices, args.tokens)
+        yield _cost(best, prices, args.tokens)
         if not args.brief:
-            yield from _rows_shown(found.rows, "the fewest devices of each machine, smallest first", prices)
-        yield from _cheapest(found.rows, prices, args.tokens)
-        _note_host_memory(args, machines)
+            yield _rows_shown(found.rows, "the fewest devices of each machine, smallest first", prices)
+        yield _conclusion(args, found.rows, machines, prices)
     if interrupted is not None:
         yield _cut_short(args, interrupted)
     elif best is None:
@@ -218,26 +213,28 @@ def _cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Iterato
         output.note(f"the price file has no offer of {row.machine}{needs}")
 
 
-def _cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | None) -> Iterator[str]:
-    """The row that costs least per token, if there are prices of several."""
+def _conclusion(
+    args: argparse.Namespace,
+    rows: Sequence[SweepRow],
+    machines: list[HardwareProfile] | None,
+    prices: Prices | None,
+) -> Iterator[str]:
+    """The row that costs least per token, if there are prices of several; notes what the presets leave open and every
+    plan here rests on."""
     costs = (
         [] if prices is None else [(cost.per_million, at) for at, row in enumerate(rows) if (cost := prices.cost(row))]
     )
     if len(costs) > 1:
         yield "the cheapest of these for a run:"
-        yield from _cost(rows[min(costs)[1]], prices, amount)
-
-
-def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Said]:
-    yield sweep_table(rows, title, prices)
-    yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))
-
-
-def _note_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
-    """Says what the presets leave open and every plan here rests on."""
+        yield from _cost(rows[min(costs)[1]], prices, args.tokens)
     given = args.host_memory is not None or args.host_budget is not None
     if not given and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(
             f"host memory assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
             "what a machine really has"
         )
+
+
+def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Shown]:
+    yield sweep_table(rows, title, prices)
+    yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))
