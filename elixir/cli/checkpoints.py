@@ -14,7 +14,7 @@ from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
-from elixir.show.records import record_table
+from elixir.show.tables import record_table
 
 SHOWN_PROBLEMS = 20
 

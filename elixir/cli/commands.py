@@ -28,7 +28,6 @@ from elixir.search.whatif.sweep import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
-from elixir.show.records import batch_table, record_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, parse_bytes
 
@@ -42,7 +41,7 @@ def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     files.refuse_artifact(args.model)
     trace, _ = from_flags.traced(args, load_hardware(args.hardware))
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
-    yield record_of(trace)
+    yield tables.record_of(trace)
     yield tables.trace_shown(trace, brief=args.brief)
     yield from written
 
@@ -136,7 +135,7 @@ def _plan_shown(
     free_bytes = need.machine_bytes(ranks)
     yield plan.to_dict() | {"must_be_free": {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}}
     if choice is not None and not args.brief:
-        yield batch_table(choice)
+        yield tables.batch_table(choice)
     given = args.host_memory
     of_given = f" of the {format_bytes(parse_bytes(given))}" if given not in (None, FREE_HERE) else ""
     of_each = f"; each of {ranks} processes" if ranks > 1 else ""

@@ -17,18 +17,18 @@ from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset, preset_names
 from elixir.models.model_shape import describe, model_names
 from elixir.plan.plan import Plan
-from elixir.show import records, tables
+from elixir.show import tables
 from elixir.step_trace import StepTrace
 
 
 def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows any saved artifact."""
     artifact = files.load(args.file, Artifact)
-    yield records.record_of(artifact)
+    yield tables.record_of(artifact)
     if isinstance(artifact, StepTrace):
         yield tables.trace_shown(artifact)
     elif isinstance(artifact, HardwareProfile):
-        yield records.hardware_shown(artifact)
+        yield tables.hardware_shown(artifact)
     elif isinstance(artifact, Plan):
         yield str(artifact)
         yield tables.plan_tables(artifact)
@@ -37,11 +37,11 @@ def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
 def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
     """Two artifacts of one kind side by side, their speeds and prices first."""
     a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
-    rows = records.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
-    moved = records.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
+    rows = tables.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
+    moved = tables.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
     fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
     yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
-    yield records.comparison_table(f"{args.a} and {args.b}", rows)
+    yield tables.comparison_table(f"{args.a} and {args.b}", rows)
     text = f"{sum(left != right for _, left, right in rows)} of {len(rows)} fields differ"
     if moved is not None:
         names = ", ".join(moved[:5]) + (", ..." if len(moved) > 5 else "")
@@ -75,7 +75,7 @@ def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
     yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
     rows = []
     for shape in shapes:
-        shown = [records.show_value(key, getattr(shape, key)) for key in sizes]
+        shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
         rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
     yield tables.list_table("models known by name", ("name", "parameters", *sizes), rows)
 
@@ -93,8 +93,8 @@ def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     files.check_outputs(data=[args.out])
     if not named:
         profiles = [preset(name) for name in preset_names()]
-        yield {profile.name: records.record_of(profile) for profile in profiles}
-        yield records.presets_table(profiles)
+        yield {profile.name: tables.record_of(profile) for profile in profiles}
+        yield tables.presets_table(profiles)
         yield "elixir hardware --show NAME gives every number with its source; --measure fills in this machine"
         return
     profile = _measured(args) if args.measure else _learned(args.show, args.learn)
@@ -102,7 +102,7 @@ def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
         return
     written = files.written((args.out, profile.save))
     yield profile.to_dict()
-    yield records.hardware_shown(profile)
+    yield tables.hardware_shown(profile)
     yield from written
 
 
