@@ -13,13 +13,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.profiler import ProfilerActivity, profile
 
 from elixir.api import wrap
@@ -150,17 +150,10 @@ def allocated_peak(call: Callable[[], object]) -> int:
     gc.collect()  # garbage of earlier steps would be freed in the middle of this one
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    changes = [(event["ts"], event["args"]) for event in events if event.get("name") == "[memory]"]
-    live = peak = 0
-    for _, about in sorted(changes, key=lambda change: float(change[0])):
-        if about["Device Type"] == 0:
-            live += about["Bytes"]
-            peak = max(peak, live)
-    return int(peak)
+    results: Any = profiler.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == MEMORY_EVENT_NAME]
+    changes = sorted(changes, key=lambda event: event.start_ns())
+    return int(max(0, *accumulate(event.nbytes() for event in changes if event.device_type().name == "CPU")))
 
 
 @contextlib.contextmanager
