@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args: Namespace | None = None
     try:
         from elixir.cli import output
-        from elixir.cli.options import build_parser, normalise
+        from elixir.cli.options import build_parser, check_rules, normalise
 
         with output.writing(sys.stdout):  # help, which may have nowhere to go
             parser = build_parser()
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.command is None:
                 parser.print_help()
                 return BAD_INPUT_STATUS
+        check_rules(args)
         return _run(args)
     except BrokenPipeError:
         return 0  # the reader (head, less) has seen enough
@@ -80,9 +81,10 @@ def _is_interrupt(error: BaseException | None) -> bool:
 def _run(args: Namespace) -> int:
     from importlib import import_module
 
-    from elixir.cli import output
+    from elixir.cli import files, output
     from elixir.garbage import garbage_collection_paused
 
+    files.check_outputs(args)
     stream, status = sys.stdout, 0
     # A command imports and traces for most of its time, and ends; only one that trains makes garbage that matters.
     paused = contextlib.nullcontext() if args.command == "try" else garbage_collection_paused()

@@ -22,9 +22,6 @@ SHOWN_PROBLEMS = 20
 def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows, verifies, exports or prunes a checkpoint, or the checkpoints in a folder."""
     folder = Path(args.folder)
-    for name, action in (("hf", "export"), ("dtype", "export"), ("config", "export"), ("keep", "prune")):
-        if getattr(args, name) is not None and args.action != action:
-            raise InputError(f"--{name} goes with {action}")
     if args.action == "export":
         if args.hf is None:
             raise InputError("export needs --hf OUT, the folder for the files that Hugging Face reads")

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces one training step and says what it needs."""
-    files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
     trace, _ = from_flags.traced(args, load_hardware(args.hardware))
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
@@ -48,12 +47,11 @@ def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
 
 def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces (or reads a trace), searches, and says what goes where."""
-    files.check_outputs(pictures=[args.plot], data=[args.out])
     kept = _weight_files(args)
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace, model = files.trace_in(args.model), None
-    if args.search_batch:
-        _check_search_batch(args, trace)
+    if args.search_batch and trace is not None:
+        raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if trace is None:
         config_of(args.model)  # a name that is none is refused before the memory of a machine is asked for
         hardware = hardware or profile_for(None)
@@ -110,8 +108,6 @@ def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
     """The files in which the plan leaves frozen weights, as they are now."""
     if args.weights is None:
         return ()
-    if args.frozen_weights != "files":
-        raise InputError("--weights names the files of --frozen-weights files; give that, too, or leave it out")
     from elixir.wrapper.assemble.frozen_weights import weight_records
 
     return weight_records(args.weights)
@@ -196,20 +192,6 @@ def _search_batch(
             progress=progress,
         )
     return choice, model
-
-
-def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> None:
-    """Refuses what leaves no batch to search."""
-    if trace is not None:
-        raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
-    for name, why in (
-        ("inp", "--inp settles the input; leave out --search-batch"),
-        ("activations", "--search-batch chooses how many layers run again; leave out --activations"),
-        ("allow", "--search-batch chooses batches and checkpointing by itself; leave out --allow"),
-        ("accumulation", "--search-batch cuts --batch into micro-batches itself; leave out --accumulation"),
-    ):
-        if getattr(args, name):
-            raise InputError(why)
 
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:

@@ -178,6 +178,21 @@ def normalise(argv: Sequence[str]) -> list[str]:
     return words
 
 
+def check_rules(args: argparse.Namespace) -> None:
+    """Refuses arguments that do not go together by the rules of the table."""
+
+    def is_given(argument: str) -> bool:
+        name, equals, value = argument.removeprefix("--").replace("-", "_").partition("=")
+        found = getattr(args, name)
+        return found == value if equals else found is not None
+
+    for rule in _COMMANDS[args.command].get("rules", "").strip().splitlines():
+        words, _, error = rule.partition(": ")
+        argument, how, others = words.split()
+        if is_given(argument) and any(map(is_given, others.split("|"))) == (how == "with"):
+            raise InputError(error)
+
+
 def build_parser() -> Parser:
     """The whole command line."""
     from elixir import __version__

@@ -82,16 +82,7 @@ def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
 
 def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     """Lists presets, shows one, or measures this machine."""
-    named = args.measure or args.learn or args.show is not None
-    for options, given, goes_with in (
-        (("quick", "disk_folder"), args.measure, "--measure"),
-        (("out",), named, "--show NAME, --measure or --learn FILE"),
-    ):
-        for option in options:
-            if getattr(args, option) and not given:
-                raise InputError(f"--{option.replace('_', '-')} goes with {goes_with}")
-    files.check_outputs(data=[args.out])
-    if not named:
+    if not (args.measure or args.learn or args.show is not None):
         profiles = [preset(name) for name in preset_names()]
         yield {profile.name: tables.record_of(profile) for profile in profiles}
         yield tables.presets_table(profiles)

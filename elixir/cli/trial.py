@@ -56,7 +56,6 @@ Compared = dict[str, Any]
 
 def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     """Measures the machine, plans, takes ten steps, and prints what was predicted next to what was measured."""
-    files.check_outputs(data=[args.out])
     files.refuse_artifact(args.model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = parse_dtype(args.dtype or ("bf16" if device.type == "cuda" else "fp32"))

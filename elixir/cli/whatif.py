@@ -36,7 +36,6 @@ UNSOLVED_STATUS = 2
 
 def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """Every combination of models, machines, world sizes and batches on paper."""
-    files.check_outputs(pictures=[args.plot], data=[args.csv])
     for model in args.models:
         files.refuse_artifact(model)
     prices, machines = _prices(args), _machines(args, args.hardware)
@@ -128,7 +127,6 @@ def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
         raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
-    files.check_outputs(data=[args.out])
     plan, trace, hardware = _planned(args)
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     title = f"{plan.model_name} on {plan.world_size} x {hardware.name}"
@@ -186,8 +184,6 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
 
 def _prices(args: argparse.Namespace) -> Prices | None:
     """The user's price file, read before anything is traced; None without one."""
-    if args.prices is None and args.tokens is not None:
-        raise InputError("--tokens needs --prices FILE")
     return None if args.prices is None else Prices.read(args.prices)
 
 
