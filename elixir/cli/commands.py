@@ -115,7 +115,7 @@ def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
 
 def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise. None without training."""
-    if from_flags.trains_nothing(args) or (trace is not None and trace.step.forward):
+    if args.generate or args.forward or (trace is not None and trace.step.forward):
         return None
     traced = "adamw" if trace is None else trace.optimizer.split(" ")[0]
     name = traced if args.optimizer is None else args.optimizer

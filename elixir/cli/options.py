@@ -186,8 +186,8 @@ def check_rules(args: argparse.Namespace) -> None:
         found = getattr(args, name)
         return found == value if equals else found is not None
 
-    for rule in _COMMANDS[args.command].get("rules", "").strip().splitlines():
-        words, _, error = rule.partition(": ")
+    for rule in filter(str.strip, _COMMANDS[args.command].get("rules", "").splitlines()):
+        words, _, error = rule.strip().partition(": ")
         argument, how, others = words.split()
         if is_given(argument) and any(map(is_given, others.split("|"))) == (how == "with"):
             raise InputError(error)
