@@ -9,6 +9,7 @@ import argparse
 import configparser
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -151,6 +152,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
 """Command -> its line of help, and its arguments by group; those between | exclude each other."""
 EXAMPLES = {name: section["examples"].strip().splitlines() for name, section in _COMMANDS.items()}
 """Command -> calls that its help shows."""
+RULES = {name: re.findall(r"\S.*", section.get("rules", "")) for name, section in _COMMANDS.items()}
+"""Command -> lines that say which of its arguments exclude or need which others, each with the error."""
 FORMER_FLAGS = {
     "--checkpoint": "--activation-checkpointing",
     "--device": "--hardware",
@@ -186,8 +189,8 @@ def check_rules(args: argparse.Namespace) -> None:
         found = getattr(args, name)
         return found == value if equals else found is not None
 
-    for rule in filter(str.strip, _COMMANDS[args.command].get("rules", "").splitlines()):
-        words, _, error = rule.strip().partition(": ")
+    for rule in RULES[args.command]:
+        words, _, error = rule.partition(": ")
         argument, how, others = words.split()
         if is_given(argument) and any(map(is_given, others.split("|"))) == (how == "with"):
             raise InputError(error)
