@@ -4,8 +4,9 @@ checkpoint``.
 Nothing of ours is imported up front, and everything else inside of `main`, so that a user who interrupts an import gets
 an answer. ``elixir --help``, ``show``, ``compare``, ``models`` and ``hardware`` import no torch, unless they measure.
 
-A command is a generator of what it has to say: text, tables, a dict for ``--json``, or an exit status. `main` alone
-prints that, to standard output. While a command works, what else is printed from Python goes to standard error.
+A command is a generator of what it has to say: text, tables and generators of them, an exit status, and a record, which
+is a dict. `main` alone prints that, to standard output: the record under ``--json``, and otherwise all but the record.
+While a command works, what else is printed from Python goes to standard error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args: Namespace | None = None
     try:
         from elixir.cli import output
-        from elixir.cli.options import build_parser, normalise
+        from elixir.cli.options import build_parser, check_rules, normalise
 
         with output.writing(sys.stdout):  # help, which may have nowhere to go
             parser = build_parser()
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.command is None:
                 parser.print_help()
                 return BAD_INPUT_STATUS
+        check_rules(args)
         return _run(args)
     except BrokenPipeError:
         return 0  # the reader (head, less) has seen enough
@@ -79,9 +81,10 @@ def _is_interrupt(error: BaseException | None) -> bool:
 def _run(args: Namespace) -> int:
     from importlib import import_module
 
-    from elixir.cli import output
+    from elixir.cli import files, output
     from elixir.garbage import garbage_collection_paused
 
+    files.check_outputs(args)
     stream, status = sys.stdout, 0
     # A command imports and traces for most of its time, and ends; only one that trains makes garbage that matters.
     paused = contextlib.nullcontext() if args.command == "try" else garbage_collection_paused()
@@ -91,7 +94,7 @@ def _run(args: Namespace) -> int:
         for said in run(args):
             if isinstance(said, int):
                 status = said
-            else:
+            elif isinstance(said, dict) == bool(getattr(args, "json", None)):
                 output.say(said, stream)
     return status
 

@@ -14,7 +14,7 @@ from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
-from elixir.show.records import record_table
+from elixir.show.tables import record_table
 
 SHOWN_PROBLEMS = 20
 
@@ -22,9 +22,6 @@ SHOWN_PROBLEMS = 20
 def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows, verifies, exports or prunes a checkpoint, or the checkpoints in a folder."""
     folder = Path(args.folder)
-    for name, action in (("hf", "export"), ("dtype", "export"), ("config", "export"), ("keep", "prune")):
-        if getattr(args, name) is not None and args.action != action:
-            raise InputError(f"--{name} goes with {action}")
     if args.action == "export":
         if args.hf is None:
             raise InputError("export needs --hf OUT, the folder for the files that Hugging Face reads")
@@ -42,11 +39,8 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
             yield f"{each}: whole"
     else:
         records = [_record(each) for each in _checkpoints(folder)]
-        if args.json:
-            yield records[0] if _is_one(folder) else {"checkpoints": records}
-            return
-        for record in records:
-            yield record_table("checkpoint", record)
+        yield records[0] if _is_one(folder) else {"checkpoints": records}
+        yield (record_table("checkpoint", record) for record in records)
 
 
 def _record(folder: Path) -> dict[str, Any]:

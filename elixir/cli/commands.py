@@ -28,7 +28,6 @@ from elixir.search.whatif.sweep import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
 from elixir.show.plan_map import plot_plan
-from elixir.show.records import batch_table, record_of
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, parse_bytes
 
@@ -38,25 +37,21 @@ if TYPE_CHECKING:
 
 def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces one training step and says what it needs."""
-    files.check_outputs(pictures=[args.plot], data=[args.out])
     files.refuse_artifact(args.model)
     trace, _ = from_flags.traced(args, load_hardware(args.hardware))
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
-    if args.json:
-        yield record_of(trace)
-    else:
-        yield from tables.trace_shown(trace, brief=args.brief)
-        yield from written
+    yield tables.record_of(trace)
+    yield tables.trace_shown(trace, brief=args.brief)
+    yield from written
 
 
 def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces (or reads a trace), searches, and says what goes where."""
-    files.check_outputs(pictures=[args.plot], data=[args.out])
     kept = _weight_files(args)
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace, model = files.trace_in(args.model), None
-    if args.search_batch:
-        _check_search_batch(args, trace)
+    if args.search_batch and trace is not None:
+        raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
     if trace is None:
         config_of(args.model)  # a name that is none is refused before the memory of a machine is asked for
         hardware = hardware or profile_for(None)
@@ -113,8 +108,6 @@ def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
     """The files in which the plan leaves frozen weights, as they are now."""
     if args.weights is None:
         return ()
-    if args.frozen_weights != "files":
-        raise InputError("--weights names the files of --frozen-weights files; give that, too, or leave it out")
     from elixir.wrapper.assemble.frozen_weights import weight_records
 
     return weight_records(args.weights)
@@ -122,7 +115,7 @@ def _weight_files(args: argparse.Namespace) -> tuple[WeightFile, ...]:
 
 def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
     """The optimizer of the step; a plan counts on its fused one, unless flags say otherwise. None without training."""
-    if from_flags.trains_nothing(args) or (trace is not None and trace.step.forward):
+    if args.generate or args.forward or (trace is not None and trace.step.forward):
         return None
     traced = "adamw" if trace is None else trace.optimizer.split(" ")[0]
     name = traced if args.optimizer is None else args.optimizer
@@ -136,12 +129,9 @@ def _plan_shown(
     written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
     free_bytes = need.machine_bytes(ranks)
-    if args.json:
-        free = {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}
-        yield plan.to_dict() | {"must_be_free": free}
-        return
+    yield plan.to_dict() | {"must_be_free": {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}}
     if choice is not None and not args.brief:
-        yield batch_table(choice)
+        yield tables.batch_table(choice)
     given = args.host_memory
     of_given = f" of the {format_bytes(parse_bytes(given))}" if given not in (None, FREE_HERE) else ""
     of_each = f"; each of {ranks} processes" if ranks > 1 else ""
@@ -149,10 +139,10 @@ def _plan_shown(
     yield str(plan)
     yield f"  must be free  {format_bytes(free_bytes)}{of_given} of each machine's memory{of_each}: {parts}"
     if not args.brief:
-        yield from tables.plan_tables(plan)
+        yield tables.plan_tables(plan)
     if plan.uses_disk:
         yield tables.wear(plan, args.disk_endurance)
-    if not (args.brief or args.no_levers):
+    if not (args.brief or args.no_levers or args.json):
         yield tables.plan_levers_table(plan, answer.levers())
     yield from written
 
@@ -171,10 +161,8 @@ def run_check(args: argparse.Namespace) -> Iterator[output.Said]:
     model, optimizer, batch, step_fn = given
     with user_code.contained(f"{args.function}: the step"):
         found = refusals(model, optimizer, batch, step_fn)
-    if args.json:
-        yield {"refused": [vars(each) for each in found]}
-    else:
-        yield "\n".join(map(str, found)) or "nothing is refused"
+    yield {"refused": [vars(each) for each in found]}
+    yield "\n".join(map(str, found)) or "nothing is refused"
     yield 1 if found else 0
 
 
@@ -204,20 +192,6 @@ def _search_batch(
             progress=progress,
         )
     return choice, model
-
-
-def _check_search_batch(args: argparse.Namespace, trace: StepTrace | None) -> None:
-    """Refuses what leaves no batch to search."""
-    if trace is not None:
-        raise InputError(f"{args.model} is a trace, which has settled the batch; name the model for --search-batch")
-    for name, why in (
-        ("inp", "--inp settles the input; leave out --search-batch"),
-        ("activations", "--search-batch chooses how many layers run again; leave out --activations"),
-        ("allow", "--search-batch chooses batches and checkpointing by itself; leave out --allow"),
-        ("accumulation", "--search-batch cuts --batch into micro-batches itself; leave out --accumulation"),
-    ):
-        if getattr(args, name):
-            raise InputError(why)
 
 
 def _traced_hardware(trace: StepTrace, path: str) -> HardwareProfile:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,16 +18,17 @@ _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace,
 Kind = TypeVar("Kind", bound=Artifact)
 
 
-def check_outputs(*, pictures: Sequence[str | None] = (), data: Sequence[str | None] = ()) -> None:
-    """Makes sure that all these can be written, before any work is done; None stands for "not asked for".
+def check_outputs(args: argparse.Namespace) -> None:
+    """Makes sure that all files that a command is to make can be written, before any work is done.
 
     Raises:
         InputError: a folder is missing or closed, a picture's ending is no format, or two outputs are one file.
     """
     seen: list[Path] = []
-    for picture in filter(None, pictures):
-        picture_format(picture)
-    for path in filter(None, (*pictures, *data)):
+    given = {name: path for name in ("plot", "out", "csv") if (path := getattr(args, name, None))}
+    if "plot" in given:
+        picture_format(given["plot"])
+    for path in given.values():
         target = check_writable(path).resolve()
         if target in seen:
             raise InputError(f"{path} is named for two outputs; give each a separate file")

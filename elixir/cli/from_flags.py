@@ -46,7 +46,7 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
     """One step of the model the user named, traced for `hardware`, with its optimizer unless `steps` is false; and the
     model."""
     kernel = None if args.optimizer_kernel == "default" else args.optimizer_kernel
-    optimizer = None if trains_nothing(args) or not steps else optimizer_class(args.optimizer)
+    optimizer = None if args.generate or args.forward or not steps else optimizer_class(args.optimizer)
     try:
         step = step_asked(args, model=args.model, optimizer=optimizer, optimizer_kernel=kernel)
         model = step.build()
@@ -62,21 +62,10 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
         raise
 
 
-def trains_nothing(args: argparse.Namespace) -> bool:
-    """Whether the step is of an evaluation or a generation; `InputError` if there is an optimizer for it."""
-    asked = "--generate" if args.generate else "--forward" if args.forward else ""
-    for name in ("optimizer", "optimizer_kernel"):
-        if asked and getattr(args, name):
-            raise InputError(f"{asked} trains nothing; leave out --{name.replace('_', '-')}")
-    return bool(asked)
-
-
 def step_asked(args: argparse.Namespace, **fields: Any) -> StepQuestion:
     """The step that the flags describe; `fields` are those of `StepQuestion` that they do not."""
     given = {name: value for name, value in vars(args).items() if name in _OF_THE_QUESTION and value is not None}
     inp, step = getattr(args, "inp", None), getattr(args, "step", None)
-    if inp and ("batch" in given or "seq" in given):
-        raise InputError("--inp settles the input; leave out --batch and --seq")
     if inp:
         given["inp"] = partial(user_code.called, inp, user_code.imported(inp))
     if step:

@@ -9,8 +9,10 @@ import argparse
 import configparser
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,14 +80,6 @@ def _count(text: str, most: int = LARGEST_COUNT) -> int:
     return value
 
 
-def _batches(text: str) -> int:
-    return _count(text, LARGEST_ACCUMULATION)
-
-
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else _batches(text)
-
-
 def _amount(text: str) -> float:
     """A positive number, such as ``1e9``."""
     try:
@@ -109,11 +103,6 @@ def _list_of(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
     return parse
 
 
-def _form(text: str) -> str:
-    parse_checkpoint(text)
-    return text
-
-
 def _generation(text: str) -> tuple[int, int]:
     prompt, plus, new = text.partition("+")
     if not plus:
@@ -128,11 +117,11 @@ _KINDS: dict[str, tuple[str | None, Callable[[str], object]]] = {
     "names": ("A,B", _list_of(str)),
     "count": ("N", _count),
     "counts": ("N,M", _list_of(_count)),
-    "batches": ("N", _batches),
-    "count or auto": ("N", _count_or_auto),
+    "batches": ("N", partial(_count, most=LARGEST_ACCUMULATION)),
+    "count or auto": ("N", lambda text: text if text == "auto" else _count(text, LARGEST_ACCUMULATION)),
     "amount": ("N", _amount),
     "size": ("SIZE", parse_bytes),
-    "checkpointing": ("FORM", _form),
+    "checkpointing": ("FORM", lambda text: parse_checkpoint(text) and text),
     "generation": ("PROMPT+NEW", _generation),
 }
 """Kind of a value in the table -> what stands for it in a help, and what reads it."""
@@ -163,6 +152,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
 """Command -> its line of help, and its arguments by group; those between | exclude each other."""
 EXAMPLES = {name: section["examples"].strip().splitlines() for name, section in _COMMANDS.items()}
 """Command -> calls that its help shows."""
+RULES = {name: re.findall(r"\S.*", section.get("rules", "")) for name, section in _COMMANDS.items()}
+"""Command -> lines that say which of its arguments exclude or need which others, each with the error."""
 FORMER_FLAGS = {
     "--checkpoint": "--activation-checkpointing",
     "--device": "--hardware",
@@ -188,6 +179,21 @@ def normalise(argv: Sequence[str]) -> list[str]:
             equals, value = ("=", "non-reentrant") if bare else (equals, value)
         words.append(flag + equals + value)
     return words
+
+
+def check_rules(args: argparse.Namespace) -> None:
+    """Refuses arguments that do not go together by the rules of the table."""
+
+    def is_given(argument: str) -> bool:
+        name, equals, value = argument.removeprefix("--").replace("-", "_").partition("=")
+        found = getattr(args, name)
+        return found == value if equals else found is not None
+
+    for rule in RULES[args.command]:
+        words, _, error = rule.partition(": ")
+        argument, how, others = words.split()
+        if is_given(argument) and any(map(is_given, others.split("|"))) == (how == "with"):
+            raise InputError(error)
 
 
 def build_parser() -> Parser:

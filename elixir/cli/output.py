@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.table import Table
 
-    Said = str | Table | dict[str, Any] | int
-    """Text, a table, an object for ``--json``, or the exit status, which is 0 without one."""
+    Shown = str | Table
+    Said = Shown | Iterator[Shown] | dict[str, Any] | int
+    """Text, a table, a generator of them, an object for ``--json``, or the exit status, which is 0 without one."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, how much is done, and of how much."""
@@ -54,8 +55,12 @@ def writing(stream: TextIO) -> Iterator[None]:
         raise OutputError(f"the results cannot be written to standard output: {error.strerror or error}") from error
 
 
-def say(said: str | Table | dict[str, Any], stream: TextIO) -> None:
-    """Writes text, an object as JSON, or a table (rich) with an empty line after it."""
+def say(said: Shown | Iterator[Shown] | dict[str, Any], stream: TextIO) -> None:
+    """Writes text, an object as JSON, or a table (rich) with an empty line after it; of a generator, all it has."""
+    if isinstance(said, Iterator):
+        for each in said:
+            say(each, stream)
+        return
     if isinstance(said, dict):
         said = json.dumps(said, indent=1, allow_nan=False)
     text = said if isinstance(said, str) else _table_text(said, stream)

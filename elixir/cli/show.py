@@ -17,34 +17,31 @@ from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset, preset_names
 from elixir.models.model_shape import describe, model_names
 from elixir.plan.plan import Plan
-from elixir.show import records, tables
+from elixir.show import tables
 from elixir.step_trace import StepTrace
 
 
 def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     """Shows any saved artifact."""
     artifact = files.load(args.file, Artifact)
-    if args.json:
-        yield records.record_of(artifact)
-    elif isinstance(artifact, StepTrace):
-        yield from tables.trace_shown(artifact)
+    yield tables.record_of(artifact)
+    if isinstance(artifact, StepTrace):
+        yield tables.trace_shown(artifact)
     elif isinstance(artifact, HardwareProfile):
-        yield from records.hardware_shown(artifact)
+        yield tables.hardware_shown(artifact)
     elif isinstance(artifact, Plan):
         yield str(artifact)
-        yield from tables.plan_tables(artifact)
+        yield tables.plan_tables(artifact)
 
 
 def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
     """Two artifacts of one kind side by side, their speeds and prices first."""
     a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
-    rows = records.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
-    moved = records.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
-    if args.json:
-        fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
-        yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
-        return
-    yield records.comparison_table(f"{args.a} and {args.b}", rows)
+    rows = tables.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
+    moved = tables.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
+    fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
+    yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
+    yield tables.comparison_table(f"{args.a} and {args.b}", rows)
     text = f"{sum(left != right for _, left, right in rows)} of {len(rows)} fields differ"
     if moved is not None:
         names = ", ".join(moved[:5]) + (", ..." if len(moved) > 5 else "")
@@ -74,44 +71,29 @@ def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
     """The models known by name."""
     shapes = [describe(name) for name in model_names()]
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
-    if args.json:
-        more = ("parameters", "source", "family", "kv_heads", "vocabulary", "config")
-        yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
-        return
+    more = ("parameters", "source", "family", "kv_heads", "vocabulary", "config")
+    yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
     rows = []
     for shape in shapes:
-        shown = [records.show_value(key, getattr(shape, key)) for key in sizes]
+        shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
         rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
     yield tables.list_table("models known by name", ("name", "parameters", *sizes), rows)
 
 
 def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:
     """Lists presets, shows one, or measures this machine."""
-    named = args.measure or args.learn or args.show is not None
-    for options, given, goes_with in (
-        (("quick", "disk_folder"), args.measure, "--measure"),
-        (("out",), named, "--show NAME, --measure or --learn FILE"),
-    ):
-        for option in options:
-            if getattr(args, option) and not given:
-                raise InputError(f"--{option.replace('_', '-')} goes with {goes_with}")
-    files.check_outputs(data=[args.out])
-    if not named:
+    if not (args.measure or args.learn or args.show is not None):
         profiles = [preset(name) for name in preset_names()]
-        if args.json:
-            yield {profile.name: records.record_of(profile) for profile in profiles}
-            return
-        yield records.presets_table(profiles)
+        yield {profile.name: tables.record_of(profile) for profile in profiles}
+        yield tables.presets_table(profiles)
         yield "elixir hardware --show NAME gives every number with its source; --measure fills in this machine"
         return
     profile = _measured(args) if args.measure else _learned(args.show, args.learn)
     if profile is None:
         return
     written = files.written((args.out, profile.save))
-    if args.json:
-        yield profile.to_dict()
-        return
-    yield from records.hardware_shown(profile)
+    yield profile.to_dict()
+    yield tables.hardware_shown(profile)
     yield from written
 
 

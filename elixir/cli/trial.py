@@ -13,13 +13,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.profiler import ProfilerActivity, profile
 
 from elixir.api import wrap
@@ -56,7 +56,6 @@ Compared = dict[str, Any]
 
 def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     """Measures the machine, plans, takes ten steps, and prints what was predicted next to what was measured."""
-    files.check_outputs(data=[args.out])
     files.refuse_artifact(args.model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = parse_dtype(args.dtype or ("bf16" if device.type == "cuda" else "fp32"))
@@ -70,8 +69,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     module, optimizer = wrap(model, adam, inp=inp, dtype=dtype, **settled, **given)
     plan = module.plan
     try:
-        if not args.json:
-            yield str(plan)
+        yield str(plan)
         reports, peak_bytes = _steps(module, optimizer, {name: value.to(device) for name, value in inp.items()})
     finally:
         module.close()
@@ -87,9 +85,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     written = files.written((args.out, lambda path: write_atomically(path, text)))
-    if args.json:
-        yield record
-        return
+    yield record
     rows = []
     for each in compared:
         shown = format_bytes if each["unit"] == "bytes" else format_seconds
@@ -153,17 +149,10 @@ def allocated_peak(call: Callable[[], object]) -> int:
     gc.collect()  # garbage of earlier steps would be freed in the middle of this one
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    changes = [(event["ts"], event["args"]) for event in events if event.get("name") == "[memory]"]
-    live = peak = 0
-    for _, about in sorted(changes, key=lambda change: float(change[0])):
-        if about["Device Type"] == 0:
-            live += about["Bytes"]
-            peak = max(peak, live)
-    return int(peak)
+    results: Any = profiler.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == MEMORY_EVENT_NAME]
+    changes = sorted(changes, key=lambda event: event.start_ns())
+    return int(max(0, *accumulate(event.nbytes() for event in changes if event.device_type().name == "CPU")))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ UNSOLVED_STATUS = 2
 
 def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """Every combination of models, machines, world sizes and batches on paper."""
-    files.check_outputs(pictures=[args.plot], data=[args.csv])
     for model in args.models:
         files.refuse_artifact(model)
     prices, machines = _prices(args), _machines(args, args.hardware)
@@ -45,13 +44,10 @@ def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
         (args.csv, lambda path: write_atomically(path, to_frame(rows).to_csv(index=False))),
         (args.plot, lambda path: plot_sweep(rows, path)),
     )
-    if args.json:
-        yield _rows_record(rows, prices)
-    else:
-        yield from _rows_shown(rows, "on paper", prices)
-        yield from _cheapest(rows, prices, args.tokens)
-        _note_host_memory(args, machines)
-        yield from written
+    yield _rows_record(rows, prices)
+    yield _rows_shown(rows, "on paper", prices)
+    yield _conclusion(args, rows, machines, prices)
+    yield from written
     if interrupted is not None:
         yield _cut_short(args, interrupted)
 
@@ -66,17 +62,15 @@ def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     asked = partial(fit, args.model, machines, batch=args.batch or 1, counts=args.world_sizes)
     found, interrupted = _tried(args, asked)
     best = found.best
-    if args.json:
-        yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
-    elif best is None:
-        yield from _rows_shown(found.rows, f"{found.model}: the most devices of each machine")
+    yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
+    if best is None:
+        yield _rows_shown(found.rows, f"{found.model}: the most devices of each machine")
     else:
         yield fit_text(found.model, best)
-        yield from _cost(best, prices, args.tokens)
+        yield _cost(best, prices, args.tokens)
         if not args.brief:
-            yield from _rows_shown(found.rows, "the fewest devices of each machine, smallest first", prices)
-        yield from _cheapest(found.rows, prices, args.tokens)
-        _note_host_memory(args, machines)
+            yield _rows_shown(found.rows, "the fewest devices of each machine, smallest first", prices)
+        yield _conclusion(args, found.rows, machines, prices)
     if interrupted is not None:
         yield _cut_short(args, interrupted)
     elif best is None:
@@ -121,11 +115,9 @@ def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
-    if args.json:
-        yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
-        return
+    yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
     yield f"plan {plan.fingerprint}: {plan.model_name} on {plan.world_size} x {hardware.name}"
-    yield from explanation_shown(found, 0 if args.brief else args.top)
+    yield explanation_shown(found, 0 if args.brief else args.top)
     if found.changes and not args.brief:
         yield plan_levers_table(plan, found.changes)
 
@@ -135,17 +127,14 @@ def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:
     chrome = args.out.lower().endswith(".json")
     if not chrome and Path(args.out).suffix.lower().removeprefix(".") not in FORMATS:
         raise InputError(f"{args.out!r}: end it in .png, .pdf or .svg for a picture, in .json for a Chrome trace")
-    files.check_outputs(data=[args.out])
     plan, trace, hardware = _planned(args)
     simulated = simulate_step(plan, trace, hardware, accumulation=args.accumulation)
     title = f"{plan.model_name} on {plan.world_size} x {hardware.name}"
     picture = partial(plot_timeline, simulated, title=title)
     save = partial(save_chrome_trace, simulated, plan=plan, trace=trace)
     written = files.written((args.out, save if chrome else picture))
-    if args.json:
-        names = ("step_s", "bound_by", "phases_s", "busy_s", "critical_s")
-        yield {**{name: getattr(simulated, name) for name in names}, "written": args.out}
-        return
+    names = ("step_s", "bound_by", "phases_s", "busy_s", "critical_s")
+    yield {**{name: getattr(simulated, name) for name in names}, "written": args.out}
     phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in simulated.phases_s.items())
     yield f"{format_seconds(simulated.step_s)} a step ({phases}), bound by {RESOURCE_LABELS[simulated.bound_by]}"
     yield from written
@@ -195,8 +184,6 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, StepTrace, HardwareProfile
 
 def _prices(args: argparse.Namespace) -> Prices | None:
     """The user's price file, read before anything is traced; None without one."""
-    if args.prices is None and args.tokens is not None:
-        raise InputError("--tokens needs --prices FILE")
     return None if args.prices is None else Prices.read(args.prices)
 
 
@@ -222,26 +209,28 @@ def _cost(row: SweepRow, prices: Prices | None, amount: float | None) -> Iterato
         output.note(f"the price file has no offer of {row.machine}{needs}")
 
 
-def _cheapest(rows: Sequence[SweepRow], prices: Prices | None, amount: float | None) -> Iterator[str]:
-    """The row that costs least per token, if there are prices of several."""
+def _conclusion(
+    args: argparse.Namespace,
+    rows: Sequence[SweepRow],
+    machines: list[HardwareProfile] | None,
+    prices: Prices | None,
+) -> Iterator[str]:
+    """The row that costs least per token, if there are prices of several; notes what the presets leave open and every
+    plan here rests on."""
     costs = (
         [] if prices is None else [(cost.per_million, at) for at, row in enumerate(rows) if (cost := prices.cost(row))]
     )
     if len(costs) > 1:
         yield "the cheapest of these for a run:"
-        yield from _cost(rows[min(costs)[1]], prices, amount)
-
-
-def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Said]:
-    yield sweep_table(rows, title, prices)
-    yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))
-
-
-def _note_host_memory(args: argparse.Namespace, machines: list[HardwareProfile] | None) -> None:
-    """Says what the presets leave open and every plan here rests on."""
+        yield from _cost(rows[min(costs)[1]], prices, args.tokens)
     given = args.host_memory is not None or args.host_budget is not None
     if not given and (machines is None or any(m.host_memory_bytes is None for m in machines)):
         output.note(
             f"host memory assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
             "what a machine really has"
         )
+
+
+def _rows_shown(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Iterator[output.Shown]:
+    yield sweep_table(rows, title, prices)
+    yield from (f"[{number}] {reason}" for number, reason in enumerate(reasons(rows), 1))

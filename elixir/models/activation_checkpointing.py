@@ -48,7 +48,19 @@ def enable_checkpointing(model: nn.Module, checkpoint: str) -> None:
     form, count = parse_checkpoint(checkpoint)
     if form == "none":
         return
-    _enable_all(model, {"use_reentrant": form == "reentrant"})
+    # transformers 5 renames the method and warns about the old name, which 4.57 and models outside it still have.
+    kinds = ("activation", "gradient")
+    kind = next((kind for kind in kinds if getattr(model, f"{kind}_checkpointing_enable", None)), None)
+    if kind is None:
+        raise InputError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable; "
+            "checkpoint inside the model and pass checkpoint='none'"
+        )
+    try:
+        enable: Any = getattr(model, f"{kind}_checkpointing_enable")
+        enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": form == "reentrant"}})
+    except (NotImplementedError, ValueError) as error:
+        raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
     if count is None:
         return
     layers = checkpointable_layers(model)
@@ -68,19 +80,3 @@ def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
     except ImportError:
         return []
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _enable_all(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    # transformers 5 renames the method and warns about the old name, which 4.57 and models outside it still have.
-    for kind in ("activation", "gradient"):
-        enable = getattr(model, f"{kind}_checkpointing_enable", None)
-        if enable is not None:
-            try:
-                enable(**{f"{kind}_checkpointing_kwargs": kwargs})
-            except (NotImplementedError, ValueError) as error:
-                raise InputError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
-            return
-    raise InputError(
-        f"{type(model).__name__} has no gradient_checkpointing_enable; "
-        "checkpoint inside the model and pass checkpoint='none'"
-    )

@@ -132,33 +132,22 @@ class AdaptedLinear(nn.Module):
         return result + added
 
 
-class _Tuner(nn.Module):
-    """peft's inner module: it calls the forward of the model that it holds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.forward(*args, **kwargs)
-
-
 class AdaptedModel(nn.Module):
     """A frozen model whose linear layers have adapters, under the names of peft's `PeftModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.base_model = _Tuner(model)
+        self.base_model = nn.ModuleDict({"model": model})  # peft has a module of this name around the model
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._modules["base_model"].model, name)  # type: ignore[union-attr]
+            return getattr(self._modules["base_model"]["model"], name)  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model does."""
-        return self.base_model(*args, **kwargs)
+        return self.base_model["model"].forward(*args, **kwargs)
 
 
 def adapted(model: nn.Module, *, lora: int | None = None, quantised: str | None = None) -> nn.Module:

@@ -145,26 +145,16 @@ def fingerprint(model: nn.Module, *, forward: bool = False) -> str:
     # Identity is only a key here, never an order: dicts keep the order of `named_parameters`.
     names: dict[int, list[str]] = {}
     layout: dict[int, tuple[list[int], bool]] = {}
-    kinds: list[tuple[str, str]] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, InnerTensors):
-            kinds.append((prefix, module.kind.__name__))
-        for own, param in module._parameters.items():
-            if param is None:
-                continue
-            name = f"{prefix}.{own}" if prefix else own
-            if is_lazy(param):
-                raise _lazy(name)
-            names.setdefault(id(param), []).append(name)
-            layout[id(param)] = (list(param.shape), param.requires_grad and not forward)
-    parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
     persistent = [place for place in buffer_places(model, remove_duplicate=False) if place.is_persistent]
-    for place in persistent:
-        if is_lazy(place.buffer):
-            raise _lazy(place.name)
+    own = list(model.named_parameters(remove_duplicate=False))
+    for name, tensor in (*own, *((place.name, place.buffer) for place in persistent)):
+        if is_lazy(tensor):
+            raise InputError(f"{name!r} is lazy and has no shape yet; run one forward through the model first")
+    for name, param in own:
+        names.setdefault(id(param), []).append(name)
+        layout[id(param)] = (list(param.shape), param.requires_grad and not forward)
+    parameters = [(first, *layout[key], aliases) for key, (first, *aliases) in names.items()]
     buffers = [(place.name, list(place.buffer.shape)) for place in persistent]
-    return digest(parameters, buffers, kinds) if kinds else digest(parameters, buffers)
-
-
-def _lazy(name: str) -> InputError:
-    return InputError(f"{name!r} is lazy and has no shape yet; run one forward through the model first")
+    modules = model.named_modules(remove_duplicate=False)
+    kinds = [(name, each.kind.__name__) for name, each in modules if isinstance(each, InnerTensors)]
+    return digest(parameters, buffers, *([kinds] if kinds else []))

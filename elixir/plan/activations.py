@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elixir.errors import InputError
+from elixir.plan.chunk_plan import must
 from elixir.step_trace import INPUT, SAVED, Result, StepShape, Unit, UnitActivations
 
 
@@ -79,8 +80,7 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
     """
     seen, forms = set[str](), {unit.name: unit.form for unit in units}
     for each in activations:
-        if each.unit in seen:
-            raise InputError(f"field 'activations' must name each unit once, found {each.unit!r} twice")
+        must(each.unit not in seen, "activations", "must name each unit once", f"{each.unit!r} twice")
         seen.add(each.unit)
         if each.unit not in forms:
             raise InputError(f"field 'activations': {each.unit!r} is no unit of the step; plan anew")
@@ -94,14 +94,11 @@ def check_activations(activations: Iterable[UnitActivations], units: Iterable[Un
 
 
 def _check_results(each: UnitActivations, name: str, results: tuple[Result, ...]) -> None:
-    if len(set(results)) < len(results):
-        raise InputError(f"field '{name}' of unit {each.unit!r} must name each result once, found {results}")
+    names = f"of unit {each.unit!r} must name"
+    must(len(set(results)) == len(results), name, f"{names} each result once", results)
     # A checkpoint has inputs alone outside of itself; what a unit without one saves moves as a whole.
     movable = SAVED if each.keep is None else INPUT
     for result in results:
         fits = result.operator == movable if name == "swap" else result.operator not in (INPUT, SAVED)
-        if result.occurrence < 0 or not fits:
-            expected = repr(movable) if name == "swap" else "results of operators"
-            raise InputError(
-                f"field '{name}' of unit {each.unit!r} must name {expected}, counted from 0, found {result}"
-            )
+        expected = repr(movable) if name == "swap" else "results of operators"
+        must(fits and result.occurrence >= 0, name, f"{names} {expected}, counted from 0", result)

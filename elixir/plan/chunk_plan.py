@@ -189,27 +189,19 @@ class ChunkPlan:
 
     def _check_homes(self) -> None:
         home, what = self.home, f"trainable {self.trainable}"
-        must(
-            not self.matrices or (self.trainable and not home.early),
-            "matrices",
-            f"is for trainable chunks that are updated after the norm, found the home {home.name}, {what}",
-        )
-        sizes = [rows * columns for rows, columns in self.matrices]
-        shaped = not self.matrices or sizes == [slot.numel for slot in self.parameters]
-        must(shaped, "matrices", "must have rows and columns of each parameter")
+        if self.matrices:
+            late = self.trainable and not home.early
+            after = "is for trainable chunks that are updated after the norm"
+            must(late, "matrices", after, f"the home {home.name}, {what}")
+            shaped = [rows * columns for rows, columns in self.matrices] == [slot.numel for slot in self.parameters]
+            must(shaped, "matrices", "must have rows and columns of each parameter")
         in_files = self.trainable and home is Home.FILES
         must(not in_files, "weight_home", "may be 'files' for frozen chunks only, found it for a trainable one")
-        must(
-            self.update == "after_norm" or (self.trainable and self.grad_entry is not None),
-            "update",
-            f"may be {self.update!r} for trainable chunks with gradients, found {what}, grad_entry {self.grad_entry}",
-        )
-        must(
-            self.trainable or home.without_states,
-            "state_home",
-            f"must be the weight home {self.weight_home!r} for a frozen chunk, which has no states, found "
-            f"{self.state_home!r}",
-        )
+        updated = self.update == "after_norm" or (self.trainable and self.grad_entry is not None)
+        may = f"may be {self.update!r} for trainable chunks with gradients"
+        must(updated, "update", may, f"{what}, grad_entry {self.grad_entry}")
+        same = f"must be the weight home {self.weight_home!r} for a frozen chunk, which has no states"
+        must(self.trainable or home.without_states, "state_home", same, repr(self.state_home))
 
     def weights(self) -> tuple[Weight, ...]:
         """Its parameters, with what the chunk says of them all."""
@@ -285,10 +277,10 @@ class ChunkUse:
     """Index of the last entry during which these may not be evicted."""
 
 
-def must(holds: object, field: str, what: str) -> None:
-    """Raises `InputError` unless something holds that a field has to be."""
+def must(holds: object, field: str, what: str, *found: object) -> None:
+    """Raises `InputError` unless something holds that a field has to be; its text says what was found, if given."""
     if not holds:
-        raise InputError(f"field '{field}' {what}")
+        raise InputError(f"field '{field}' {what}" + "".join(f", found {each}" for each in found))
 
 
 def check_replicas(replicas: int, world_size: int, name: str = "replicas") -> None:

@@ -236,23 +236,17 @@ class Plan(Artifact):
         if self.dtype != "as built":
             itemsize_of(self.dtype)
         if self.pass_size > 1:
-            must(
-                passes_together(self.step),
-                "pass_size",
-                "above 1 takes units that are made again as a whole and are not compiled, "
-                f"found {self.pass_size} and {activations_text(self.activations) or 'none'}",
-            )
+            found = f"{self.pass_size} and {activations_text(self.activations) or 'none'}"
+            whole_units = "above 1 takes units that are made again as a whole and are not compiled"
+            must(passes_together(self.step), "pass_size", whole_units, found)
         if self.moments != "float32":
             self._check_moments()
         early = self.may_update_early is not False or not self.has_early_updates
         must(early, "may_update_early", "must be true or null with early updates, found false")
         whole = matrix_family(self.optimizer) is not None or not any(chunk.matrices for chunk in self.chunks)
         must(whole, "optimizer", f"must name an optimizer of whole matrices, found {self.optimizer!r}")
-        must(
-            self.frozen_weights == "files" or not self.reads_files,
-            "frozen_weights",
-            f"must be 'files' for weights there, found {self.frozen_weights!r}",
-        )
+        in_files = self.frozen_weights == "files" or not self.reads_files
+        must(in_files, "frozen_weights", "must be 'files' for weights there", repr(self.frozen_weights))
         blocks = self.block_bytes or not self.grad_block_count
         must(blocks, "block_bytes", f"must be above 0 for {self.grad_block_count} gradient blocks, found 0")
         self._check_chunks()
@@ -261,43 +255,28 @@ class Plan(Artifact):
     def _check_moments(self) -> None:
         check_adam(self.optimizer, self.moments)
         expected = moments_size(self.moments)
-        must(
-            self.state_size == expected,
-            "state_size",
-            f"must be {expected} for moments in {self.moments}, found {self.state_size}",
-        )
+        size = f"must be {expected} for moments in {self.moments}"
+        must(self.state_size == expected, "state_size", size, self.state_size)
+        most = f"must be at most float32 for moments in {self.moments}, which go with float32 master weights"
         for index, chunk in enumerate(self.chunks):
-            must(
-                not chunk.trainable or itemsize_of(chunk.dtype) <= MASTER_BYTES,
-                f"chunks[{index}].dtype",
-                f"must be at most float32 for moments in {self.moments}, which go with float32 master weights, found "
-                f"{chunk.dtype}; plan with moments='float32'",
-            )
+            fits = not chunk.trainable or itemsize_of(chunk.dtype) <= MASTER_BYTES
+            must(fits, f"chunks[{index}].dtype", most, f"{chunk.dtype}; plan with moments='float32'")
 
     def _check_chunks(self) -> None:
         unit = alignment_bytes(self.moments, {chunk.dtype for chunk in self.chunks if chunk.trainable})
-        must(
-            self.alignment_bytes >= 1 and self.alignment_bytes % unit == 0,
-            "alignment_bytes",
-            f"must be a multiple of {unit} with moments in {self.moments}, found {self.alignment_bytes}",
-        )
+        multiple = f"must be a multiple of {unit} with moments in {self.moments}"
+        fits = self.alignment_bytes >= 1 and self.alignment_bytes % unit == 0
+        must(fits, "alignment_bytes", multiple, self.alignment_bytes)
         aligned = f"multiples of {self.alignment_bytes} bytes"
         seen: dict[str, int] = {}
         for index, chunk in enumerate(self.chunks):
             name, shard_bytes = f"chunks[{index}]", chunk.weight_bytes // self.shards
             evenly = f"must be a multiple of the {self.shards} shards, so that it can be sharded evenly"
-            must(chunk.numel % self.shards == 0, f"{name}.numel", f"{evenly}, found {chunk.numel}")
-            must(
-                shard_bytes % self.alignment_bytes == 0,
-                f"{name}.numel",
-                f"must make shards that end at {aligned}, found shards of {shard_bytes} bytes",
-            )
-            must(
-                chunk.resident or chunk.weight_bytes <= self.block_bytes,
-                "block_bytes",
-                f"must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} bytes, found "
-                f"{self.block_bytes}",
-            )
+            must(chunk.numel % self.shards == 0, f"{name}.numel", evenly, chunk.numel)
+            ends = f"must make shards that end at {aligned}"
+            must(shard_bytes % self.alignment_bytes == 0, f"{name}.numel", ends, f"shards of {shard_bytes} bytes")
+            held = f"must hold chunk {index}, which is streamed and takes {chunk.weight_bytes} bytes"
+            must(chunk.resident or chunk.weight_bytes <= self.block_bytes, "block_bytes", held, self.block_bytes)
             for number, slot in enumerate(chunk.parameters):
                 at, slots = slot.offset * itemsize_of(chunk.dtype), f"{name}.parameters"
                 if at % self.alignment_bytes:
@@ -311,13 +290,13 @@ class Plan(Artifact):
         last = len(self.order) - 1
         for index, entry in enumerate(chunk.grad_entry for chunk in self.chunks):
             fits = entry is None or 0 <= entry <= last
-            must(fits, f"chunks[{index}].grad_entry", f"must be from 0 to {last}, found {entry}")
+            must(fits, f"chunks[{index}].grad_entry", f"must be from 0 to {last}", entry)
         for index, use in enumerate(self.order):
             for chunk in use.chunks:
                 there = 0 <= chunk < len(self.chunks)
                 must(there, f"order[{index}].chunks", f"refers to chunk {chunk}, there are {len(self.chunks)}")
             pinned = index <= use.pin_until <= last
-            must(pinned, f"order[{index}].pin_until", f"must be from {index} to {last}, found {use.pin_until}")
+            must(pinned, f"order[{index}].pin_until", f"must be from {index} to {last}", use.pin_until)
         needed = self.schedule().min_blocks
         must(
             self.block_count >= needed,
@@ -359,19 +338,14 @@ class Plan(Artifact):
         backwards = Backwards.of(micro_batches, self.accumulation)
         ways, swapped = (self.routes(), loads.by_chunk, backwards), self.step.swap_bytes
         moved = step_traffic(*ways, replicas=self.replicas, swap_bytes=swapped)
-        return replace(
-            self.predicted,
-            loads=loads.loads,
-            hits=loads.hits,
-            moved_bytes=self.predicted.moved_bytes
-            | {
-                "host_to_device": moved.host_to_device_bytes,
-                "device_to_host": moved.device_to_host_bytes,
-                "network": moved.network_bytes,
-                "disk_read": self.disk_bytes() + moved.file_bytes,
-                "replicas": moved.replicas_bytes,
-            },
-        )
+        moved_bytes = self.predicted.moved_bytes | {
+            "host_to_device": moved.host_to_device_bytes,
+            "device_to_host": moved.device_to_host_bytes,
+            "network": moved.network_bytes,
+            "disk_read": self.disk_bytes() + moved.file_bytes,
+            "replicas": moved.replicas_bytes,
+        }
+        return replace(self.predicted, loads=loads.loads, hits=loads.hits, moved_bytes=moved_bytes)
 
     def _training(self) -> str:
         """The training that is counted: the optimizer with its master weights, and the step. Otherwise the forward."""

@@ -109,7 +109,7 @@ class Prediction:
             ("host_parts", self.host_parts, self.host_peak_bytes),
         ):
             total = sum(parts.values())
-            must(total == peak, name, f"must sum to the peak of {peak} bytes, found {total}")
+            must(total == peak, name, f"must sum to the peak of {peak} bytes", total)
         links, unknowns = sorted(self.moved_bytes), list(Scenario.__dataclass_fields__)
         must(links == sorted(LINKS), "moved_bytes", f"must have the links {list(LINKS)}, found {links}")
         must("total" in self.seconds, "seconds", f"must have the step's 'total', found {sorted(self.seconds)}")

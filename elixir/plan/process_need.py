@@ -30,15 +30,7 @@ LOOP_TENSORS = 2
 of the second moment, and its quotient. The quotient of the weight before is still there.
 
 Source: ``torch.optim.adam._single_tensor_adam`` of torch 2.13, which is the default for tensors on a CPU."""
-_LASTING = (
-    "buffers",
-    "rcache",
-    "resident_weights",
-    "weight_shards",
-    "optimizer_states",
-    "gradient_blocks",
-    "matrix_room",
-)
+_LASTING = "buffers rcache resident_weights weight_shards optimizer_states gradient_blocks matrix_room".split()
 """Parts of device memory that are there between steps, too."""
 
 

@@ -58,12 +58,10 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
     axes.set_xticks([])
     _draw_phases(axes, trace.curve, xs)
     _draw_peak(axes, trace, xs, peak)
-    axes.set_title(
-        f"{trace.model_name}, one step on {trace.device}: {trace.dtype}, {trace.optimizer}", **style.title_style()
-    )
     # Reversed, so that the legend reads from the top as the stack does.
     style.legend(axes, handles[::-1], columns=3, title="at the peak, in GiB")
-    return style.finish(figure, path)
+    title = f"{trace.model_name}, one step on {trace.device}: {trace.dtype}, {trace.optimizer}"
+    return style.finish(figure, path, title)
 
 
 def _positions(curve: Sequence[CurveSample]) -> list[float]:

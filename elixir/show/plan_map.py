@@ -81,10 +81,8 @@ def plot_plan(plan: Plan | HasPlan, path: str | os.PathLike[str] | None = None) 
         strip = figure.add_axes((0.13, (strip_in - 0.2) / height, 0.85, _STRIP_IN / height))
         _draw_units(strip, plan, ways)
     ranks = f"{plan.world_size} x " if plan.world_size > 1 else ""
-    figure.axes[0].set_title(
-        f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}", **style.title_style()
-    )
-    return style.finish(figure, path)
+    title = f"{plan.model_name} on {ranks}{plan.hardware_name}: {plan.dtype}, {plan.optimizer}"
+    return style.finish(figure, path, title)
 
 
 def order_of_use(plan: Plan) -> list[int]:

@@ -73,7 +73,10 @@ def new_figure(height_in: float) -> Figure:
     return figure
 
 
-def finish(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+def finish(figure: Figure, path: str | os.PathLike[str] | None, title: str | None = None) -> Figure:
+    """Gives all axes one look, the first of them a title, and writes the figure if there is a path."""
+    if title is not None:
+        figure.axes[0].set_title(title, **title_style())
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         for spine in axes.spines.values():

@@ -185,10 +185,7 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
     for at in sorted(named)[1:]:
         axes.axvline(at, color="white", linewidth=3)
     axes.tick_params(length=0)
-    tokens = all(row.tokens_per_s is not None for row in rows if row.fits)
-    axes.set_title(
-        f"{'tokens' if tokens else 'samples'} per second, all ranks together (simulated)", **style.title_style()
-    )
+    unit = "tokens" if all(row.tokens_per_s is not None for row in rows if row.fits) else "samples"
     used = {row.bound_by for row in rows}
     handles = [
         style.swatch("none", f"{letter} {style.RESOURCE_LABELS[name]}")
@@ -199,7 +196,7 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str] | None = N
         handles.append(style.swatch(style.PALE, "does not fit"))
     style.legend(axes, handles, columns=len(handles), title="bound by", below=0.42 / (_CELL_IN * len(down)))
     axes.spines[:].set_visible(False)
-    return style.finish(figure, path)
+    return style.finish(figure, path, f"{unit} per second, all ranks together (simulated)")
 
 
 def _amount(row: SweepRow) -> float | None:

@@ -93,11 +93,10 @@ def plot_timeline(
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time since the optimizer began ({unit})", fontsize=style.TEXT_PT, labelpad=2)
     text = f"{format_seconds(simulation.step_s)} a step, bound by {style.RESOURCE_LABELS[simulation.bound_by]}"
-    axes.set_title(f"{title}: {text}" if title else text, **style.title_style())
     used = dict.fromkeys(span.name for span in simulation.timeline)
     handles = [style.swatch(colour, name) for name, colour in _COLOURS.items() if name in used]
     style.legend(axes, handles, columns=6, below=0.44 / (_LANE_IN * len(lanes)))
-    return style.finish(figure, path)
+    return style.finish(figure, path, f"{title}: {text}" if title else text)
 
 
 def check_simulation(simulation: Simulation) -> None:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from elixir.cli import main
-from elixir.cli.options import COMMANDS, EXAMPLES, build_parser, normalise
+from elixir.cli.options import COMMANDS, EXAMPLES, RULES, build_parser, normalise
 from tests.common.command_line import run
 
 
@@ -33,6 +33,18 @@ def test_help_shows_examples_that_parse(command: str, capsys: pytest.CaptureFixt
         program, *words = shlex.split(example)
         assert program == "elixir"
         assert build_parser().parse_args(normalise(words)).command == command
+
+
+@pytest.mark.parametrize("command", [command for command, rules in RULES.items() if rules])
+def test_rules_are_of_arguments_that_their_command_has(command: str) -> None:
+    args = build_parser().parse_args(normalise(shlex.split(EXAMPLES[command][0])[1:]))
+    for rule in RULES[command]:
+        words, _, error = rule.partition(": ")
+        argument, how, others = words.split()
+        assert how in ("with", "without")
+        names = [each.partition("=")[0] for each in (argument, *others.split("|"))]
+        assert {name.removeprefix("--").replace("-", "_") for name in names} <= vars(args).keys()
+        assert argument in error or others in error
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

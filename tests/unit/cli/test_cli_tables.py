@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from elixir.cli import main, output
-from elixir.show.records import record_of, record_table, show_value
-from elixir.show.tables import list_table
+from elixir.show.tables import list_table, record_of, record_table, show_value
 from tests.common.samples import make_hardware, make_plan, make_trace
 
 

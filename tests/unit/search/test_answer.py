@@ -18,7 +18,7 @@ from elixir.search import Answer, optimal_search, plan_from_trace, planner
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
-from elixir.show.records import record_of
+from elixir.show.tables import record_of
 from elixir.units import GIB
 from elixir.wrapper import ElixirModule
 from tests.common.searching import HARDWARE, SMALL

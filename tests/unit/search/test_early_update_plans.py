@@ -28,7 +28,7 @@ from elixir.search.request import SearchRequest
 from elixir.search.simulator import simulated_cost
 from elixir.search.simulator.simulated_cost import SimulatedCost, worth_stepping, worth_stepping_within
 from elixir.search.simulator.simulation import simulate_step
-from elixir.show.records import record_of
+from elixir.show.tables import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.observed import steady

@@ -17,7 +17,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.problem.from_plan import setting_of
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.records import record_of
+from elixir.show.tables import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import Speeds, chain, chain_plan
