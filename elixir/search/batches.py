@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import Plan
 from elixir.search.advise.answer import Answer
 from elixir.search.advise.infeasible import with_levers
-from elixir.search.planner import least_s, plan_or_shortage, planned
+from elixir.search.planner import Planning, packing_floors
 from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
+from elixir.search.propose.search import SLOW
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
@@ -63,6 +65,7 @@ class BatchChoice:
         return self.answer.plan
 
 
+@garbage_collection_paused()
 def search_batches(
     trace_of: TraceOf,
     hardware: HardwareProfile,
@@ -86,8 +89,9 @@ def search_batches(
     half, a quarter, ... of all, for as long as that helps. The best number need not be found where time falls and rises
     twice.
 
-    Floors (`elixir.search.planner.least_s`) rank the ways. What may be the fastest is searched at the rates of the
-    machine, and only the fastest of these is planned in full. Of ways that have no floor, since nothing with overlap
+    Floors (`elixir.search.planner.packing_floors`) rank the ways, those of one batch by the packing that is best for
+    the first. What may be the fastest is searched at the rates of the machine, and only the fastest of these is planned
+    in full. Of ways that have no floor, since nothing with overlap
     and chunks of a sensible size fits, the first with a plan is taken if no other has one.
 
     Args:
@@ -117,6 +121,7 @@ def search_batches(
     if layers and forms:
         most += min(BATCHES_REFINED, len(dict(cuts))) * min(2 * layers.bit_length(), layers + 1)
     ways: dict[tuple[int, str], _Way] = {}
+    sizes: dict[int, tuple[int, ...]] = {}  # of chunks, the best for the first way to compute a batch that fits
 
     def floor_of(batch: int, checkpoint: str) -> float:
         cut = batch, checkpoint
@@ -128,7 +133,10 @@ def search_batches(
             whole = ways[batch, "none"].question.trace if (batch, "none") in ways else None
             found = _predicted(whole, checkpoint, layers) or trace_of(*cut)
             question = Question(found, hardware, replace(request, accumulation=option.accumulation))
-            ways[cut] = _Way(option, question, round(least_s(question), DECIMALS), partial(trace_of, *cut))
+            floors = packing_floors(question, sizes.get(batch, ()))
+            sizes[batch] = sizes.get(batch) or tuple(size for _, size in floors[:1])
+            least_s = round(min(floors, default=(math.inf, 0))[0], DECIMALS)
+            ways[cut] = _Way(option, question, least_s, partial(trace_of, *cut))
         return ways[cut].seconds
 
     for cut in cuts:
@@ -154,28 +162,40 @@ class _Way:
     answer: Answer | None = None
     missed: PlanError | None = None
 
-    def floor_s(self) -> float:
-        """The least floor of its shapes."""
-        return self.seconds
+    @cached_property
+    def planning(self) -> Planning:
+        """All that is found out for its question."""
+        return Planning(self.question)
+
+    def near_s(self) -> float:
+        """About what its fastest plan takes at least, by few simulations."""
+        return self._seen(max(self.seconds, Planning(self.question.nominal, briefly=True).nominal_s() / SLOW))
 
     def nominal_s(self) -> float:
         """Seconds of its fastest plan, perhaps for a step that is predicted."""
-        found = planned(self.question.nominal)
-        self.seconds = math.inf if found is None else round(found.predicted.step_s, DECIMALS)
-        return self.seconds
+        return self._seen(self.planning.nominal_s())
 
     def exact_s(self) -> float:
-        """The same for the step as it is traced, with the inputs of layers that move: it may be slower, or not fit."""
-        if self.question.trace.step.activations:
-            self.question = self.question._replace(trace=self.trace())
+        """About what the step takes at least as it is traced: it may be slower than predicted, or not fit."""
+        if not self.question.trace.step.activations:
+            return self.seconds
+        self.question, self.seconds = self.question._replace(trace=self.trace()), 0.0
+        self.planning = Planning(self.question)
+        return self.near_s()
+
+    def plan_s(self) -> float:
+        """Seconds of the fastest step that its plan knows, with the inputs of layers that move."""
         try:
-            answer = Answer(plan_or_shortage(self.question), self.question)
+            answer = Answer(self.planning.plan_or_shortage(), self.question)
             self.answer = with_exact_moves(answer, StepQuestion(model=self.question.trace))
         except PlanError as error:
             self.missed = error
             return math.inf
         predicted = self.answer.plan.predicted
-        self.seconds = round(predicted.step_s if predicted.fastest_s is None else predicted.fastest_s, DECIMALS)
+        return self._seen(predicted.step_s if predicted.fastest_s is None else predicted.fastest_s)
+
+    def _seen(self, seconds: float) -> float:
+        self.seconds = round(seconds, DECIMALS)
         return self.seconds
 
     @property
@@ -213,7 +233,7 @@ def _chosen(ways: list[_Way]) -> BatchChoice:
     """The way that has the least seconds when all is known of it; of those about as fast, that with the fewest batches,
     then the one that was tried first."""
     preferred = sorted(ways, key=lambda way: way.option.accumulation)
-    best = fastest(preferred, (_Way.floor_s, _Way.nominal_s, _Way.exact_s))
+    best = fastest(preferred, (lambda it: it.seconds, _Way.near_s, _Way.nominal_s, _Way.exact_s, _Way.plan_s))
     if best is not None and best.answer is not None:
         return BatchChoice(best.answer, best.result, tuple(way.result for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]

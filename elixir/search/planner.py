@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from elixir.errors import InputError, InputTypeError, Lever, PlanError, few
 from elixir.garbage import garbage_collection_paused
@@ -52,77 +52,92 @@ PREFETCH_DEPTH = 1
 def plan_or_shortage(question: Question, *, moves: bool = True) -> Plan:
     """Plans as `elixir.search.plan_from_trace` does, but an error says only what is missing. With `moves`, layers of a
     pass may have their inputs on the host."""
-    trace, _, request = question
-    if request.activations is not None:
-        raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
-    budgets = budgets_of(question)
-    plan, least, nearest_bytes = _planned(question, budgets, moves=moves)
-    _say(question, budgets)
-    if plan is None and nearest_bytes is not None:
-        raise PlanError(
-            f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
-            "free there",
-            needed_bytes=nearest_bytes,
-            available_bytes=budgets.given_host_bytes,
-        )
-    if plan is None:
-        raise shortage(least, request, budgets)
-    if plan.device_reserve_bytes != budgets.device_reserve_bytes:
-        logger.warning(
-            "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
-            format_bytes(budgets.device_slack_bytes),
-        )
-    instead = _moments_instead(question, budgets) if plan.uses_disk else None
-    if instead is not None:
-        logger.warning(
-            "states go to the disk, which makes steps slower and wears the drive: with moments=%r none would need to",
-            instead,
-        )
-    return plan
+    return Planning(question, moves=moves).plan_or_shortage()
 
 
 def planned(question: Question, *, briefly: bool = False) -> Plan | None:
     """The plan; None where nothing fits. `briefly`, the fastest one at the rates of the machine, without the sizes that
     are tried when nothing else fits."""
-    question = question.nominal if briefly else question
-    return _planned(question, budgets_of(question), briefly=briefly).plan
+    return Planning(question.nominal if briefly else question, briefly=briefly).plan
 
 
-class _Found(NamedTuple):
-    """The outcome of planning all variants."""
+class Planning:
+    """A question that is looked at closer and closer: each look begins with what those before have found.
 
-    plan: Plan | None
-    least: SearchSpace
-    """The space of the variant that keeps least."""
-    nearest_bytes: int | None
-    """Memory that must be free for the plan that comes nearest to that of the machine; None where no budget was in the
-    way of that."""
+    Args:
+        question: with activations that are chosen.
+        moves: layers of a pass may have their inputs on the host.
+        briefly: look no further than at the sizes that are tried first, with few simulations.
+    """
 
-
-@garbage_collection_paused()
-def _planned(question: Question, budgets: Budgets, *, briefly: bool = False, moves: bool = True) -> _Found:
-    """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits
-    otherwise."""
-    asked, setting = variants(question, moves=moves and not briefly), setting_for(question)
-    # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
-    spaces = [[space_of(way, matrices=setting.matrices) for way in with_units_as_one(each)] for each in asked]
-    requests = [each.request for each in asked]
-    nearest: list[int] = []
-
-    def within(budgets: Budgets) -> Plan | None:
-        ways = [
-            _Variant([_Way(space, budgets, request, briefly) for space in each])
-            for each, request in zip(spaces, requests, strict=True)
+    def __init__(self, question: Question, *, moves: bool = True, briefly: bool = False) -> None:
+        if question.request.activations is not None:
+            raise InputError("activations='auto' needs the model, of which a search for one step makes several traces")
+        self.question, self._briefly, self._budgets = question, briefly, budgets_of(question)
+        # A pass does not say what an embedding looks up, as the trace of a micro-batch does.
+        matrices = setting_for(question).matrices
+        self._asked = [
+            (each.request, [space_of(way, matrices=matrices) for way in with_units_as_one(each)])
+            for each in variants(question, moves=moves and not briefly)
         ]
-        looks = _Variant.compute_s, _Variant.floor_s, lambda it: it.chosen.nominal_s(), lambda it: it.chosen.plan_s()
-        best = fastest(ways, looks)
-        return None if best is None else best.chosen.plan
+        self._offered = (self._budgets, self._budgets.with_slack())[: 1 + bool(self._budgets.device_slack_bytes)]
+        """The budgets, and those that are tried where nothing fits them."""
+        self._made: dict[Budgets, list[list[_Way]]] = {}
+        self._nearest: list[int] = []
+        """Memory that must be free for plans that the machine has too little for."""
 
-    plan = _in_machine(within, budgets, question, nearest)
-    if plan is None and budgets.device_slack_bytes:
-        plan = _in_machine(within, budgets.with_slack(), question, nearest)
-    return _Found(plan, spaces[0][-1], min(nearest, default=None))
+    def nominal_s(self) -> float:
+        """Seconds of the fastest plan at the rates of the machine; infinite where nothing fits."""
+        found = (fastest(self._variants(budgets), _LOOKS[:-1]) for budgets in self._offered)
+        return next((_chosen(best).nominal_s() for best in found if best is not None), math.inf)
+
+    @cached_property
+    @garbage_collection_paused()
+    def plan(self) -> Plan | None:
+        """The plan of the fastest variant. It may take memory that is kept back for the allocator, if none fits
+        otherwise."""
+        found = (_in_machine(self._within, each, self.question, self._nearest) for each in self._offered)
+        return next((plan for plan in found if plan is not None), None)
+
+    def plan_or_shortage(self) -> Plan:
+        """The plan; what is worth knowing of it is logged.
+
+        Raises:
+            PlanError: nothing fits; says what is missing.
+        """
+        (trace, _, request), budgets, plan = self.question, self._budgets, self.plan
+        _say(self.question, budgets)
+        if plan is None and self._nearest:
+            raise PlanError(
+                f"{trace.model_name} at world size {request.world_size} does not fit the machine with all that must be "
+                "free there",
+                needed_bytes=min(self._nearest),
+                available_bytes=budgets.given_host_bytes,
+            )
+        if plan is None:  # the first variant keeps least
+            raise shortage(self._asked[0][1][-1], request, budgets)
+        if plan.device_reserve_bytes != budgets.device_reserve_bytes:
+            logger.warning(
+                "the plan takes device memory that is kept back for what the allocator cannot use (%s): set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
+                format_bytes(budgets.device_slack_bytes),
+            )
+        instead = _moments_instead(self.question, budgets) if plan.uses_disk else None
+        if instead is not None:
+            logger.warning(
+                "states go to the disk, which slows steps and wears the drive: with moments=%r none would need to",
+                instead,
+            )
+        return plan
+
+    def _variants(self, budgets: Budgets) -> list[list[_Way]]:
+        """Ways to fetch the units of each variant, the preferred one first; nothing is searched yet."""
+        made = [[_Way(each, budgets, request, self._briefly) for each in spaces] for request, spaces in self._asked]
+        return self._made.setdefault(budgets, made)
+
+    def _within(self, budgets: Budgets) -> Plan | None:
+        best = fastest(self._variants(budgets), _LOOKS)
+        return None if best is None else _chosen(best).plan
 
 
 def _say(question: Question, budgets: Budgets) -> None:
@@ -212,25 +227,20 @@ def lacks_memory(question: Question) -> bool:
 
 
 def packing_floors(question: Question, sizes: Sequence[int] = ()) -> list[tuple[float, int]]:
-    """The least floor of all shapes of a packing at the rates of the machine, and its size of chunks; the least first,
-    and none where no shape fits. A plan of few chunks whose homes are no shape may be faster.
+    """The least floor of all shapes of each packing of each variant at the rates of the machine, and its size of
+    chunks; the least first, and none where no shape fits. A plan of few chunks whose homes are no shape may be faster.
 
     Args:
-        question: its trace has passes of the size that is asked for.
+        question: of a step.
         sizes: of chunks; by default all that a search tries first.
     """
-    request, space, budgets = question.request, space_of(question), budgets_of(question)
-    if is_ruled_out(space.trace, space.setting, budgets):
-        return []
-    tried = sizes or space.tiers(request)[0]()
-    return ShapeSearch(space.with_disk(budgets), budgets, tried, (Scenario(),), request.placement).floors()
-
-
-def least_s(question: Question, sizes: Sequence[int] = ()) -> float:
-    """The least floor of all shapes of all variants at the rates of the machine; infinite where none fits. `sizes` are
-    those of `packing_floors`."""
-    floors = (floor_s for each in variants(question, moves=True) for floor_s, _ in packing_floors(each, sizes))
-    return min(floors, default=math.inf)
+    budgets, found = budgets_of(question), list[tuple[float, int]]()
+    for each in variants(question, moves=True):
+        request, space = each.request, space_of(each)
+        if not is_ruled_out(space.trace, space.setting, budgets):
+            tried, there = sizes or space.tiers(request)[0](), space.with_disk(budgets)
+            found += ShapeSearch(there, budgets, tried, (Scenario(),), request.placement).floors()
+    return sorted(found)
 
 
 def least_need(question: Question) -> MemoryNeed:
@@ -306,25 +316,18 @@ class _Way:
                     yield self._made[key]
 
 
-@dataclass(eq=False)
-class _Variant:
-    """One variant of a step, looked at closer and closer."""
+def _chosen(ways: Sequence[_Way]) -> _Way:
+    """The way to fetch units with which the plan of a variant is made."""
+    return fastest(ways, (_Way.floor_s, _Way.nominal_s)) or ways[-1]
 
-    ways: Sequence[_Way]
-    """Ways to fetch its units, the preferred one first."""
 
-    def compute_s(self) -> float:
-        """Seconds of compute alone."""
-        return self.ways[0].space.cost.compute_s
-
-    def floor_s(self) -> float:
-        """The least floor of all ways."""
-        return min(way.floor_s() for way in self.ways)
-
-    @cached_property
-    def chosen(self) -> _Way:
-        """The way with which the plan is made."""
-        return fastest(self.ways, (_Way.floor_s, _Way.nominal_s)) or self.ways[-1]
+_LOOKS: tuple[Callable[[Sequence[_Way]], float], ...] = (
+    lambda ways: ways[0].space.cost.compute_s,
+    lambda ways: min(way.floor_s() for way in ways),
+    lambda ways: _chosen(ways).nominal_s(),
+    lambda ways: _chosen(ways).plan_s(),
+)
+"""Looks at a variant of a step, closer and closer."""
 
 
 def simple_plan(

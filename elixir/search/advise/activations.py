@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
 from elixir.plan.prediction import NOTICEABLE_SHARE
-from elixir.search.planner import budgets_of, least_need, packing_floors, planned
+from elixir.search.planner import Planning, budgets_of, least_need, packing_floors
 from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
 from elixir.search.propose.family import spread
 from elixir.search.propose.variants import WORTHWHILE
@@ -31,8 +30,6 @@ LOOKS, ROUNDS = 4, 4
 """Steps in which the number of kept results goes from nothing to everything, and how often again next to the best."""
 MOST_WAYS, MOST_PLANNED = 8, 3
 """Ways to move activations that are looked at, and choices that are planned."""
-PACKINGS = 3
-"""Packings that are looked at for all choices: the best for the first."""
 NEARLY = 1 - NOTICEABLE_SHARE
 """A choice whose floor is above this part of another's seconds is not planned."""
 
@@ -155,7 +152,7 @@ class _Variants:
         self._kept = KeptResults(whole, self._rates)
         self._units = SwappedUnits(self._kept, self._rates)
         self._sizes: tuple[int, ...] = ()
-        """Sizes of chunks that are looked at, once some are known to be good; empty: all."""
+        """The size of chunks that is best for the first choice that fits, with which all others are looked at."""
         self._floors: dict[Own, tuple[float, StepTrace]] = {}
         self.nothing = self._filling(0)
 
@@ -170,13 +167,14 @@ class _Variants:
             made: gives the step with some activations. What it needs may differ a little from what was predicted for
                 the choice.
         """
-        best, best_s, seen = None, math.inf, set[Own]()
+        best, best_s = None, math.inf
         # What is exact may be slower than what was predicted, and than the simplest choices.
-        planned, simplest = self.planned(), ((own, self._floor_s(own)) for own in (None, self.nothing))
-        for own, least_s in chain(planned, simplest):
-            if own in seen or least_s >= best_s * NEARLY:
+        for own in dict.fromkeys((*self.ranked()[:MOST_PLANNED], None, self.nothing)):
+            least_s, trace = self._floors.get(own, (math.inf, self._whole))
+            if best is not None and least_s < best_s * NEARLY:
+                least_s = _planned_s(Question(trace, self._hardware, self._request))
+            if least_s >= best_s * NEARLY:
                 continue
-            seen.add(own)
             found = self._whole if own is None else made(own)
             step_s = _planned_s(Question(found, self._hardware, self._request))
             if step_s < best_s:
@@ -191,27 +189,13 @@ class _Variants:
         self._look_at_moves()
         return sorted(self._floors, key=lambda own: (self._floors[own][0], own != self.nothing))
 
-    def planned(self) -> list[tuple[Own, float]]:
-        """Choices whose plans were made, and their seconds, the fastest first."""
-        plans: list[tuple[float, int, Own]] = []
-        for number, own in enumerate(self.ranked()):
-            floor_s, trace = self._floors[own]
-            if floor_s == math.inf or len(plans) == MOST_PLANNED or (plans and floor_s >= min(plans)[0] * NEARLY):
-                break
-            plans.append((_planned_s(Question(trace, self._hardware, self._request)), number, own))
-        return [(own, step_s) for step_s, _, own in sorted(plans, key=lambda each: each[:2]) if step_s < math.inf]
-
-    def _floor_s(self, own: Own) -> float:
-        """The floor of a choice; infinite if it was not looked at."""
-        return self._floors[own][0] if own in self._floors else math.inf
-
     def _look_at_fillings(self) -> None:
         """Looks from nothing to everything, then again and again next to the fastest."""
         counts = spread(0, len(self._kept.changes), LOOKS + 1).tolist()
         for _ in range(ROUNDS):
             for count in reversed(counts):
                 self._look(self._filling(count))
-            best = min(counts, key=lambda count: (self._floor_s(self._filling(count)), -count))
+            best = min(counts, key=lambda count: (self._floors[self._filling(count)][0], -count))
             at = counts.index(best)
             counts = spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)], LOOKS + 1).tolist()
 
@@ -236,12 +220,10 @@ class _Variants:
             return
         trace = self._whole if own is None else self._units.trace(own)
         floors = packing_floors(Question(trace, self._hardware, self._request), self._sizes)
-        if floors and not self._sizes:
-            self._sizes = tuple(dict.fromkeys(size for _, size in floors))[:PACKINGS]
+        self._sizes = self._sizes or tuple(size for _, size in floors[:1])
         self._floors[own] = floors[0][0] if floors else math.inf, trace
 
 
 def _planned_s(question: Question) -> float:
     """Seconds of the fastest step at the rates of the machine; infinite if nothing fits."""
-    plan = planned(question, briefly=True)
-    return math.inf if plan is None else plan.predicted.step_s
+    return Planning(question.nominal, briefly=True).nominal_s()

@@ -12,7 +12,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.plan.process_need import ProcessNeed, must_be_free_bytes, planned_need
 from elixir.search.advise.changes import Change, Kind, better_machine, for_speed, larger_batches, with_less
-from elixir.search.planner import lacks_memory, least_s, planned
+from elixir.search.planner import lacks_memory, packing_floors, planned
 from elixir.search.propose.judge import TIE
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
@@ -207,7 +207,8 @@ def evaluate(
         if lacks_memory(Change((), change.action, request=change.request).applied(question)):
             return None  # nothing that another trace shows could change that
         asked = change.applied(question)
-        plan = planned(asked, briefly=briefly) if most_s == math.inf or least_s(asked, (size,)) <= most_s else None
+        may_win = most_s == math.inf or any(floor_s <= most_s for floor_s, _ in packing_floors(asked, (size,)))
+        plan = planned(asked, briefly=briefly) if may_win else None
     except (InputError, PlanError, TraceError):
         return None
     return None if plan is None or plan.predicted.step_s > most_s else Answer(plan, asked)

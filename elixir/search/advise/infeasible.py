@@ -120,8 +120,8 @@ def _details(
 
 def _tried(change: Change, question: Question) -> Answer | None:
     # Exactly what was found to be needed may take sizes of chunks that are tried last.
-    question = question.nominal
-    return evaluate(change, question, briefly=change.kinds != ("machine",))
+    exactly = change.kinds == ("machine",) and "world_size" not in dict(change.request)
+    return evaluate(change, question.nominal, briefly=not exactly)
 
 
 def _lever(change: Change, answer: Answer | None) -> Lever:

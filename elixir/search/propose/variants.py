@@ -92,7 +92,6 @@ def fastest(ways: Sequence[Way], looks: Sequence[Callable[[Way], float]], worth:
         if not rest:
             return ways[taken] if done else None
         least_s = min(seconds[at] for at in rest)
-        near = [at for at in rest if seconds[at] <= worth * least_s]
-        at = min(near, key=looked.__getitem__)  # a closer look takes longer
+        at = next(at for at in rest if seconds[at] <= worth * least_s)  # if it wins, no other needs a closer look
         seconds[at] = looks[looked[at]](ways[at])
         looked[at] += 1
