@@ -49,9 +49,9 @@ def fit_unit(key: str) -> str:
     return "numel" if family.endswith("_adam") else "bytes"
 
 
-_NAMED = "host_to_device device_to_host device_to_device host_memory host_adam device_adam disk_read disk_write".split()
-PLAIN_FIELDS = {family: f"{family}_{fit_unit(family)}_per_s" for family in _NAMED}
-PLAIN_FIELDS |= dict.fromkeys(("elementwise", "activation", "reduction"), "device_memory_bytes_per_s")
+_NAMED = "host_memory host_to_device device_to_host host_adam device_adam disk_read disk_write device_to_device".split()
+PLAIN_FIELDS = dict.fromkeys(("elementwise", "activation", "reduction"), "device_memory_bytes_per_s")
+PLAIN_FIELDS |= {family: f"{family}_{fit_unit(family)}_per_s" for family in _NAMED}
 """Family of keys -> the field that gives its rate where nothing finer was measured."""
 
 

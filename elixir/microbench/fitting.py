@@ -131,9 +131,10 @@ def profile_of(name: str, found: Found, base: HardwareProfile | None = None) -> 
     fits = {key[5:]: value for key, (value, _) in found.items() if key.startswith("fits.")}
     values = {field: value for field, (value, _) in found.items() if not field.startswith("fits.")}
     values |= {"name": name, "measured_at": today(), "fits": fits}
-    sources = {field: source for field, (_, source) in found.items() if source}
+    sources = {field: found[field][1] for field in values if field in found and found[field][1]}
     if fits:
         sources["fits"] = "measured: latency and rate with the least squared relative error; each has a separate line"
+    sources |= {f"fits.{key}": found[f"fits.{key}"][1] for key in fits}
     if base is None:
         return HardwareProfile(sources=sources, **values)
     return dataclasses.replace(base, sources=base.sources | sources, **values)

@@ -98,17 +98,17 @@ def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[Pat
         "elementwise": given["host_memory" if on_cpu else "elementwise.float32"],
     }
     plain = {field: families[family] for family, field in PLAIN_FIELDS.items() if family in families}
-    links = [plain[PLAIN_FIELDS[way]] for way in ("host_to_device", "device_to_host")]
-    slower = min(links, key=lambda result: result.per_s)
-    lone_device = "" if on_cpu else "not measured, one device only; taken as the host link ({})"
+    peer = plain.pop("device_to_device_bytes_per_s", None)
+    slower = min(given["host_to_device"], given["device_to_host"], key=lambda result: result.per_s)
+    lone_device = "{}" if on_cpu else "not measured, one device only; taken as the host link ({})"
     found: Found = {
         **system_facts(bench.device),
-        "device_to_device_bytes_per_s": (slower.per_s, lone_device.format(slower.source) or slower.source),
         **{field: (result.per_s, result.source) for field, result in plain.items()},
         "devices_per_host": (
             ranks.local_size if ranks.machines > 1 else 1,
             "of several machines, the ranks of each; otherwise one host is one device",
         ),
+        "device_to_device_bytes_per_s": (slower.per_s, lone_device.format(slower.source)),
         "host_pin_bytes_per_s": pinning_rate(Bench(bench.device, bench.quick)),
         "flops_per_s": (
             {name: result.per_s for name, result in squares.items()},
@@ -116,6 +116,8 @@ def _profile(bench: Bench, results: Sequence[Series], disk_folders: Sequence[Pat
         ),
         "matmul_efficiency": (1.0, "the rates in flops_per_s are measured, so they are reached in full"),
     }
+    if peer is not None:
+        found["device_to_device_bytes_per_s"] = (peer.per_s, peer.source)
     if disk_folders:
         found["disk_free_bytes"] = (free_disk_bytes(*disk_folders), "read from the operating system")
     if network is not None and network.points:
