@@ -84,7 +84,7 @@ def early_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: int = 
     for kind in (AdamRule, ClassRule):
 
         def step(rule: Any, *rest: Any, made: Any = kind.step) -> Any:
-            if len(rest) == 5:  # `into` is given
+            if len(rest) == 4:  # `into` is given
                 count[0] += 1
                 if count[0] >= at and (times is None or count[0] < at + times):
                     raise error
