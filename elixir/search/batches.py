@@ -18,7 +18,6 @@ from elixir.search.advise.infeasible import with_levers
 from elixir.search.planner import Planning, packing_floors
 from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.judge import DECIMALS
-from elixir.search.propose.search import SLOW
 from elixir.search.propose.variants import fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
@@ -167,21 +166,17 @@ class _Way:
         """All that is found out for its question."""
         return Planning(self.question)
 
-    def near_s(self) -> float:
-        """About what its fastest plan takes at least, by few simulations."""
-        return self._seen(max(self.seconds, Planning(self.question.nominal, briefly=True).nominal_s() / SLOW))
-
     def nominal_s(self) -> float:
         """Seconds of its fastest plan, perhaps for a step that is predicted."""
         return self._seen(self.planning.nominal_s())
 
     def exact_s(self) -> float:
-        """About what the step takes at least as it is traced: it may be slower than predicted, or not fit."""
+        """The least floor of the step as it is traced, where it was predicted: it may be slower, or not fit."""
         if not self.question.trace.step.activations:
             return self.seconds
-        self.question, self.seconds = self.question._replace(trace=self.trace()), 0.0
+        self.question = self.question._replace(trace=self.trace())
         self.planning = Planning(self.question)
-        return self.near_s()
+        return self._seen(min(packing_floors(self.question), default=(math.inf, 0))[0])
 
     def plan_s(self) -> float:
         """Seconds of the fastest step that its plan knows, with the inputs of layers that move."""
@@ -233,7 +228,7 @@ def _chosen(ways: list[_Way]) -> BatchChoice:
     """The way that has the least seconds when all is known of it; of those about as fast, that with the fewest batches,
     then the one that was tried first."""
     preferred = sorted(ways, key=lambda way: way.option.accumulation)
-    best = fastest(preferred, (lambda it: it.seconds, _Way.near_s, _Way.nominal_s, _Way.exact_s, _Way.plan_s))
+    best = fastest(preferred, (lambda it: it.seconds, _Way.nominal_s, _Way.exact_s, _Way.plan_s))
     if best is not None and best.answer is not None:
         return BatchChoice(best.answer, best.result, tuple(way.result for way in ways))
     missed = [(way.missed, way.question) for way in ways if way.missed is not None]

@@ -37,7 +37,7 @@ from elixir.search.simulator.simulated_cost import can_step
 GAP, NEAR = 1e-3, 0.01
 """A step this little above the least floor is not improved: in the nominal scenario, and in another one."""
 SLOW = 1.05
-"""No climb begins this far above the best, and no way to run a step is searched further."""
+"""No climb begins this far above the best."""
 WORK, BRIEF_WORK, OTHERS = 90_000, 2_500, 4
 """Simulations times chunks and batches for one aim, where many plans are compared, and how many times fewer for the
 seconds of a scenario but the nominal one."""
