@@ -90,8 +90,8 @@ def search_batches(
 
     Floors (`elixir.search.planner.packing_floors`) rank the ways, those of one batch by the packing that is best for
     the first. What may be the fastest is searched at the rates of the machine, and only the fastest of these is planned
-    in full. Of ways that have no floor, since nothing with overlap
-    and chunks of a sensible size fits, the first with a plan is taken if no other has one.
+    in full. Of ways that have no floor, since nothing with overlap and chunks of a sensible size fits, the first with a
+    plan is taken if no other has one.
 
     Args:
         trace_of: called at most once per batch and entry of `checkpoints`.

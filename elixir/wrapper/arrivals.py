@@ -19,9 +19,8 @@ from elixir.torch_private import DisableTorchFunctionSubclass
 class Arrivals:
     """The hooks of all parameters whose gradients go home, until `remove`.
 
-    A call from autograd takes longer than the copy of a small gradient. So gradients of
-    vectors, such as biases, only enter a list. They go home with the unit's next gradient of a matrix, or before the
-    weights of another unit come.
+    A call from autograd takes longer than the copy of a small gradient. So gradients of vectors, such as biases, only
+    enter a list. They go home with the unit's next gradient of a matrix, or before the weights of another unit come.
 
     Args:
         chunks: all chunks of the plan, by index.

@@ -1,6 +1,6 @@
 """`TrainingStates`: the view of a running module and its optimizers that checkpoints save and load.
 
-Checkpoints reach states and weights of a run through it alone.
+Checkpoints read and write the states and weights of a run through it.
 """
 
 from __future__ import annotations
