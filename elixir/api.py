@@ -382,10 +382,11 @@ class _Replanning:
         self._reports: list[StepReport] = []
         self._cuda = module.device.type == "cuda"
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
+        """Returns whether it still watches."""
         module = self._module
         if not torch.is_grad_enabled():
-            return
+            return True
         engine = engine_of(module)
         report, before = module.last_report, self._reports[-1] if self._reports else None
         if report is not None and report is not before and report.span is not None:
@@ -393,23 +394,21 @@ class _Replanning:
             if self._cuda and len(self._reports) == WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats(module.device)
         if len(self._reports) < WARM_UP_STEPS + MEASURED_STEPS:
-            return
+            return True
         if len(self._reports) > WARM_UP_STEPS + MEASURED_STEPS + MOST_REFUSALS:
-            engine.before_forward = None
             logger.info(
                 "the plan stays: gradients of the step before are held at every forward; call zero_grad() before it"
             )
-            return
+            return False
         answers = engine.exchange("observations", (engine.holds_gradients(), self._observation()))
         if any(holds for holds, _ in answers):
-            return  # between two micro-batches; the next forward asks again
-        engine.before_forward = None
+            return True  # between two micro-batches; the next forward asks again
         text: str | None = None
         if self._trace is not None:
             text = self._corrected(self._trace, [seen for _, seen in answers])
         text = engine.exchange("second plan", text)[0]
         if text is None:
-            return
+            return False
         module.settle()  # the error of a step must not be taken for one of the move
         try:
             module.rehome(Plan.from_json(text))
@@ -417,6 +416,7 @@ class _Replanning:
             if engine.phase.closed:
                 raise
             logger.warning("the chunks stay where they are, since they could not be moved: %s", error)
+        return False
 
     def _corrected(self, trace: StepTrace, observations: list[Observation]) -> str | None:
         plan = self._module.plan

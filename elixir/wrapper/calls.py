@@ -103,8 +103,7 @@ def prepare_forward(engine: Engine) -> None:
     # `OnePass` has asked already, and replaces calls of layers as a compiler does.
     if engine.phase.takes_turns or (engine.access is not None and engine.access.is_entered):
         return
-    if engine.before_forward is not None:
-        engine.before_forward()
+    engine.forward_comes()
     follow_changes(engine)
 
 

@@ -1,7 +1,6 @@
 """`Engine`: runs one plan on one model. It holds chunks, memory and lanes, and knows the phase of the step.
 
-Users call `ElixirModule` and `ElixirOptimizer`, which both hold the engine. It imports neither, and sees optimizers
-through `AnyStepper`.
+Users call `ElixirModule` and `ElixirOptimizer`, which both hold it. It imports neither; an optimizer is `AnyStepper`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from elixir.chunk.chunk import Chunk, Slot, take_back
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow, send_positions
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import HostMover
-from elixir.chunk.lanes import Lanes, make_lanes
+from elixir.chunk.lanes import make_lanes
 from elixir.chunk.memory import Arena, BlockPool
 from elixir.chunk.rcache import RCache
 from elixir.chunk.state_window import StateWindow, StoredStates
@@ -87,7 +86,10 @@ class Engine:
         self.window = StateWindow(self.lanes, self.host_buffers, open_file)
         """The buffers through which masters and states on a disk pass."""
         # Runs even if `close` is never called: the interpreter must not end with threads inside of torch.
-        self._stop_lanes = weakref.finalize(self, _stop, self.lanes, self.window)
+        stop = contextlib.ExitStack()
+        stop.callback(self.window.close)  # after the last transfer of its lane
+        stop.callback(self.lanes.close)
+        self._stop_lanes = weakref.finalize(self, stop.close)
         self.errors = RunErrors(self.lanes.fate, group.size)
         """The errors that end the run."""
         self.phase = StepPhase(group.rank)
@@ -97,8 +99,8 @@ class Engine:
         """The loss scale of all optimizers; see `add_stepper`."""
         self.observer: StepObserver | None = None
         """Learns when an optimizer has stepped; None: nobody does."""
-        self.before_forward: Callable[[], None] | None = None
-        """Called when a forward begins, or a pass of several micro-batches."""
+        self.before_forward: Callable[[], bool] | None = None
+        """Called by `forward_comes`; says whether it wants to be called again."""
         self.read_unannounced: list[Chunk] = []
         """Resident chunks that attributes of modules are views of. Reads of these do not wait for updates; steps do."""
         self.settled = 0
@@ -284,8 +286,7 @@ class Engine:
         return chunk.plan.resident and chunk.plan.state_home == "device" and self.group.size == 1
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of rank, exchanged after the pending work of the network; see
-        `Group.exchange`."""
+        """Every rank's `value`, in order of rank: `Group.exchange`, after the pending work of the network."""
         return self.lanes.network.ask(lambda: self.group.exchange(what, value))
 
     def chunks_by_use(self) -> list[Chunk]:
@@ -319,6 +320,12 @@ class Engine:
         return LARGEST_BYTES if self.observer is None else self.observer.spare_host_bytes()
 
     # --- forward and backward ----------------------------------------------------------------------------------
+
+    def forward_comes(self) -> None:
+        """Calls `before_forward`; for the last time if that says so, or raises."""
+        asked, self.before_forward = self.before_forward, None
+        if asked is not None and asked():
+            self.before_forward = asked
 
     def forward_begins(self, *, of_part: bool = False) -> None:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""
@@ -579,13 +586,6 @@ class Engine:
 
     def _kept_by_pass(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         return self._pass is not None and self._pass.keeps(parameter, gradient)
-
-
-def _stop(lanes: Lanes, window: StateWindow) -> None:
-    try:
-        lanes.close()
-    finally:
-        window.close()  # after the last transfer of its lane
 
 
 def engine_of(module: nn.Module) -> Engine:

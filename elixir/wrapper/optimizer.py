@@ -268,8 +268,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._engine.refuse_in_pass("accumulate()")
         results: list[Any] = []
         for first in range(0, len(given), size):
-            if self._engine.before_forward is not None:  # which may move chunks, as no pass that has begun could bear
-                self._engine.before_forward()
+            self._engine.forward_comes()  # now: chunks may move, as no pass that has begun could bear
             results += OnePass(self._engine).run(partial(step_fn, self.module), given[first : first + size])
         return results
 
