@@ -13,7 +13,6 @@ from torch import nn
 
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
-from elixir.wrapper.step.rules import AdamRule, ClassRule
 from tests.common import inside
 from tests.common.parity import Case, Pair, make_plan, rehomed, square_loss
 
@@ -76,18 +75,3 @@ def attempts(module: ElixirModule) -> list[int]:
     """Chunks with new states that no `step` has looked at."""
     stepper = inside.stepper(module)
     return sorted(shard.chunk.index for shard in stepper.shards if shard._early is not None)
-
-
-def early_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: int = 1, times: int | None = None) -> None:
-    """Has new states that are made early fail with `error`, from the one with the number `at` on, so many times."""
-    count = [0]
-    for kind in (AdamRule, ClassRule):
-
-        def step(rule: Any, *rest: Any, made: Any = kind.step) -> Any:
-            if len(rest) == 4:  # `into` is given
-                count[0] += 1
-                if count[0] >= at and (times is None or count[0] < at + times):
-                    raise error
-            return made(rule, *rest)
-
-        monkeypatch.setattr(kind, "step", step)

@@ -83,21 +83,3 @@ class ShortDisk(Files):
             return 0
         handle, view, offset = args
         return super().call(operation, path, function, handle, view[: len(view) // 2], offset)
-
-
-class CountedDisk(Files):
-    """Counts the bytes that are moved, and moves them in pieces, as a file system may."""
-
-    def __init__(self, piece_bytes: int | None = None) -> None:
-        self.moved = {"read": 0, "write": 0}
-        self._piece = piece_bytes
-        self._lock = threading.Lock()
-
-    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-        if operation not in self.moved:
-            return super().call(operation, path, function, *args)
-        handle, view, offset = args
-        count = super().call(operation, path, function, handle, view[: self._piece], offset)
-        with self._lock:
-            self.moved[operation] += count
-        return count

@@ -93,49 +93,12 @@ def test_grad_gives_what_plain_pytorch_does(asks: str, mode: str, recompute: boo
         pair.train(2)
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("asks", ASKS)
-def test_backward_leaves_gradients_where_it_is_asked_and_nowhere_else(asks: str, mode: str, recompute: bool) -> None:
-    with made(mode, recompute) as pair:
-        pair.train(1)
-        inputs = []
-        for model, net in both(pair):
-            x = pair.case.inp["x"].clone().requires_grad_()
-            square(model, {"x": x}).backward(inputs=ASKS[asks](net, x))
-            inputs.append((x, net.hidden))
-        for mine, plain in zip(*inputs, strict=True):
-            assert mine.retains_grad == plain.retains_grad
-            if plain.is_leaf or plain.retains_grad:
-                assert (mine.grad is None) == (plain.grad is None)
-                assert plain.grad is None or torch.equal(mine.grad, plain.grad)
-        pair.step()  # AdamW leaves alone what has no gradient
-        pair.assert_same_weights()
-        pair.train(1)
-
-
 def test_grad_of_a_view(pair: Pair) -> None:
     found = []
     for model, net in both(pair):
         loss = square(model, pair.case.inp)
         found.extend(torch.autograd.grad(loss, net.view))
     assert torch.equal(*found)
-
-
-def test_grad_with_zeros_for_what_is_not_used(pair: Pair) -> None:
-    for model, net in both(pair):
-        model(**pair.case.inp)
-        asked = [net.third.weight, net.last.weight]  # the second comes after what is differentiated
-        found = torch.autograd.grad(net.hidden.sum(), asked, materialize_grads=True)
-        assert found[0].abs().sum() > 0
-        assert torch.equal(found[1].cpu(), torch.zeros(3, 8))
-        model(**pair.case.inp)
-        given = torch.autograd.grad(net.hidden.sum(), asked, allow_unused=True)
-        assert given[1] is None
-        model(**pair.case.inp)
-        with pytest.raises(RuntimeError, match="not have been used"):
-            torch.autograd.grad(net.hidden.sum(), asked)
 
 
 def _grad_takes_dicts() -> bool:

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from elixir import save_checkpoint
-from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule
 from tests.common import gpu
-from tests.common.parity import Case, Pair, adamw, make_plan, square_loss, take_step
+from tests.common.parity import Case, Pair, make_plan, square_loss
 
 FACTOR = 1.03125  # exact in bfloat16
 Write = Callable[[list[nn.Parameter]], object]
@@ -106,89 +104,6 @@ def test_writes_through_data_have_the_bits_of_plain_pytorch(
         if between:
             pair.step()
         pair.train(2)
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("how", WRITES)
-def test_masters_follow_as_they_follow_a_write_to_the_weight(how: str, fused: bool) -> None:
-    states = []
-    for write in (lambda ps: [p.mul_(FACTOR) for p in ps], WRITES[how]):
-        it = _case()
-        module = ElixirModule(
-            it.model, _plan(it, unified_dtype=torch.bfloat16), use_fused_kernels=fused, device=gpu.DEVICE
-        )
-        optimizer = ElixirOptimizer(module, adamw(module.module))
-        inp = gpu.there(it.inp, module.device)
-        for step in range(3):
-            if step == 1:
-                with torch.no_grad():
-                    write(list(module.module.parameters()))
-            take_step(optimizer, square_loss(module, inp))
-        states.append(module.state_dict())
-        module.close()
-        assert all(type(parameter) is nn.Parameter for parameter in it.model.parameters())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_swapped_in_by_assignment_are_read_and_come_back(dtype: torch.dtype) -> None:
-    """The memory before, which somebody keeps, must not change while others look at the weights."""
-    it = _case()
-    plan, moved = (_plan(it, home, unified_dtype=dtype) for home in ("device", "host"))
-    module = ElixirModule(it.model, plan, device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, adamw(module.module))
-    take_step(optimizer, square_loss(module, gpu.there(it.inp, module.device)))
-    before = module.state_dict()
-    parameters = list(module.module.parameters())
-    kept = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = torch.full_like(parameter, 0.5)
-    assert all((value == 0.5).all() for value in module.state_dict().values())
-    with module.gathered():
-        assert all((parameter == 0.5).all() for parameter in parameters)
-    assert all((parameter == 0.5).all() for parameter in parameters)
-    for parameter, data in zip(parameters, kept, strict=True):
-        parameter.data = data
-    after = module.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    for parameter in parameters:
-        parameter.data = torch.full_like(parameter, 0.25)
-    module.rehome(moved)
-    assert all((value == 0.25).all() for value in module.state_dict().values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("steps", [False, True])
-def test_two_weights_may_exchange_their_memory(dtype: torch.dtype, steps: bool, tmp_path: Any) -> None:
-    it = _case()
-    module = ElixirModule(it.model, _plan(it, unified_dtype=dtype), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0))
-    first, second = (layer.weight for layer in module.module.layers[:2])
-    values = first.detach().clone(), second.detach().clone()
-    first.data, second.data = second.data, first.data
-    if steps:
-        take_step(optimizer, square_loss(module, gpu.there(it.inp, module.device)))
-    save_checkpoint(tmp_path / "saved", {"model": module, "optimizer": optimizer}, wait=True)
-    with open_checkpoint(tmp_path / "saved") as saved:
-        weights = saved.weights()
-        assert torch.equal(weights["layers.0.weight"].to(dtype), values[1].cpu())
-        assert torch.equal(weights["layers.1.weight"].to(dtype), values[0].cpu())
-    model = module.release()
-    assert torch.equal(model.layers[0].weight.to(dtype), values[1].cpu())
-    assert torch.equal(model.layers[1].weight.to(dtype), values[0].cpu())
-
-
-def test_other_values_than_the_plan_has_are_refused_by_the_step() -> None:
-    it = _case()
-    module = ElixirModule(it.model, _plan(it, unified_dtype=torch.bfloat16), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(module, adamw(module.module))
-    weight = module.module.layers[1].weight
-    optimizer.backward(square_loss(module, gpu.there(it.inp, module.device)))
-    weight.data = weight.data.float()
-    with pytest.raises(InputError, match=r"layers\.1\.weight was given"):
-        optimizer.step()
-    weight.data = weight.data.bfloat16()
 
 
 class Router(nn.Module):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -124,111 +122,11 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert call(nothing) == 3
 
 
-@pytest.mark.parametrize("kind", ["context", "Context"])
-def test_a_context_that_is_entered_is_left(kind: str) -> None:
-    with pytest.raises(KeyboardInterrupt), RUNTIME[kind](interrupt, nothing):
-        done.append("inside")
-    assert done == ["interrupted", "entered", "left"]
-    done.clear()
-    with contextlib.ExitStack() as stack, pytest.raises(KeyboardInterrupt):
-        stack.enter_context(RUNTIME[kind](interrupt, nothing))
-    assert done == ["interrupted", "entered", "left"]
-    done.clear()
-    with pytest.raises(KeyboardInterrupt), RUNTIME[kind](nothing, interrupt):
-        done.append("inside")
-    assert done == ["entered", "inside", "interrupted", "left"]
-
-
-@pytest.mark.parametrize("kind", ["context", "Context"])
-def test_no_exception_of_a_context_is_kept(kind: str) -> None:
-    def fails() -> None:
-        interrupt()
-        raise ValueError
-
-    def enters() -> None:
-        with contextlib.suppress(ValueError), RUNTIME[kind](fails, nothing):
-            done.append("inside")
-
-    with pytest.raises(KeyboardInterrupt):
-        enters()
-    assert done == ["interrupted"]
-    assert sys.exc_info() == (None, None, None)
-
-
-def test_a_context_that_was_entered_around_a_call_is_left() -> None:
-    """A `with` whose body returns calls `__exit__` after the call, where nothing would leave it any more."""
-
-    def calls() -> int:
-        with RUNTIME["context"](nothing, nothing):
-            return call(interrupt)
-
-    with pytest.raises(KeyboardInterrupt):
-        calls()
-    assert done == ["entered", "interrupted", "call", "left"]
-
-
 def test_the_runtime_may_raise_one_that_waits() -> None:
     with pytest.raises(KeyboardInterrupt):
         RUNTIME["call_with_turns"](interrupt)
     assert done == ["interrupted"]
     RUNTIME["call_with_turns"](nothing)
-
-
-def test_a_handler_of_the_users_is_called_once_at_the_end() -> None:
-    hold_back_no_more()
-    calls: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        calls.append(number)
-        done.append("handled")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        hold_back()
-        assert call(interrupt) == 3
-        assert done == ["interrupted", "call", "handled"]
-        assert calls == [signal.SIGINT]
-        calls.clear()
-        assert call(lambda: call(lambda: (interrupt(), interrupt()))) == 3
-        assert calls == [signal.SIGINT] * 2
-        hold_back_no_more()
-        assert signal.getsignal(signal.SIGINT) is handle
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_handler_of_the_users_may_call_the_one_before() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    assert callable(before)
-    signal.signal(signal.SIGINT, lambda number, frame: before(number, frame))
-    hold_back()
-    with pytest.raises(KeyboardInterrupt):
-        call(interrupt)
-    assert done == ["interrupted", "call"]
-    assert sys.gettrace() is None
-    signal.signal(signal.SIGINT, before)
-
-
-def test_a_handler_that_does_not_raise_is_called_once_where_lines_are_traced() -> None:
-    """A debugger traces so."""
-    hold_back_no_more()
-    before, traced = signal.signal(signal.SIGINT, lambda *_: done.append("handled")), sys.gettrace()
-
-    def trace(*_: object) -> Any:
-        return trace
-
-    def enters() -> None:
-        with RUNTIME["Context"](interrupt, nothing):
-            done.append("inside")
-
-    hold_back()
-    sys.settrace(trace)
-    try:
-        enters()
-    finally:
-        sys.settrace(traced)
-        signal.signal(signal.SIGINT, before)
-    assert done == ["interrupted", "entered", "handled", "inside", "left"]
 
 
 def test_a_handler_that_is_set_meanwhile_stays() -> None:
@@ -242,14 +140,6 @@ def test_a_handler_that_is_set_meanwhile_stays() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_set_no_handler() -> None:
-    hold_back_no_more()
-    thread = threading.Thread(target=hold_back)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_wait_that_never_ends_can_be_left() -> None:

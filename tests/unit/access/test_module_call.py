@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,56 +54,3 @@ def test_torch_calls_a_module_by_this_attribute() -> None:
     module = Doubles()
     vars(module)[CALL] = lambda x: 3 * x
     assert module(ONES).tolist() == [3.0, 3.0]
-
-
-def test_the_outermost_one_stays_around_those_that_come_later() -> None:
-    module, around = Doubles(), Around()
-    outer = ModuleCall(module, around.run("outer"), outermost=True)
-    calls = [ModuleCall(module, around.run(name)) for name in ("first", "second")]
-    module(ONES)
-    assert around.seen == [f"{name} begins" for name in ("outer", "second", "first")] + [
-        f"{name} ends" for name in ("first", "second", "outer")
-    ]
-    around.seen.clear()
-    calls[0].remove()  # the second one has called it
-    module(ONES)
-    assert around.seen == ["outer begins", "second begins", "second ends", "outer ends"]
-    around.seen.clear()
-    calls[1].remove()
-    module(ONES)
-    assert around.seen == ["outer begins", "outer ends"]
-    outer.remove()
-    module(ONES)
-    assert around.seen == ["outer begins", "outer ends"]
-    assert CALL not in vars(module)
-
-
-def test_a_compiled_module_is_entered_around_its_compiled_code() -> None:
-    module, around = Doubles(), Around()
-    module.compile(backend="eager", fullgraph=True)
-    compiled = module._compiled_call_impl
-    call = ModuleCall(module, around.run("call"))
-    assert module(ONES).tolist() == [2.0, 2.0]
-    assert around.seen == ["call begins", "call ends"]
-    call.remove()
-    assert module._compiled_call_impl is compiled
-
-
-def test_a_module_that_was_compiled_meanwhile_is_entered_once() -> None:
-    module, around = Doubles(), Around()
-    before = ModuleCall(module, around.run("before"))
-    module.compile(backend="eager", fullgraph=True)  # of what calls it then
-    before.remove()
-    call = ModuleCall(module, around.run("call"))
-    assert module(ONES).tolist() == [2.0, 2.0]
-    assert around.seen == ["call begins", "call ends"]
-    call.remove()
-
-
-def test_a_copy_is_called_as_it_is() -> None:
-    module, around = Doubles(), Around()
-    call = ModuleCall(module, around.run("call"))
-    for copied in (copy.copy(module), copy.deepcopy(module)):
-        assert copied(ONES).tolist() == [2.0, 2.0]
-    assert not around.seen
-    call.remove()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
-from elixir.hardware.profile import preset
-from elixir.tracer.trace import trace_step
-from tests.common import gpu, inside
+from tests.common import gpu
 from tests.common.parity import Case, Pair, make_plan, square_loss
-from tests.common.tracing import Seen
 
 WIDTH = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -169,43 +165,6 @@ def test_trains_with_the_bits_of_plain_pytorch(name: str) -> None:
     trains(case_of(FORMS[name]), "streamed")
 
 
-@pytest.mark.parametrize("name", ["script", "operators", "vmap"])
-def test_waits_for_resident_weights_that_the_host_still_updates(name: str) -> None:
-    it = case_of(FORMS[name])
-    plan = make_plan(it, "streamed", split_number=20)
-    chunks = [replace(chunk, resident=True, weight_home="device") for chunk in plan.chunks]
-    with Pair(it, replace(plan, chunks=tuple(chunks))) as pair:
-        assert not any(inside.is_ordinary(pair.module, chunk) for chunk in inside.chunks(pair.module))
-        for _ in range(3):
-            pair.train(1)
-            stepped = getattr(pair.module.module, "stack" if name == "vmap" else "weight")
-            assert is_absent(stepped), "until a use waits for what the host writes"
-        pair.backward()
-        assert not is_absent(pair.module.module.before.weight)
-        pair.step()
-
-
-@pytest.mark.parametrize("name", ["script", "operators", "vmap", "custom_op"])
-def test_frozen_weights_are_read_like_others(name: str) -> None:
-    trains(case_of(FORMS[name], frozen=True), "streamed")
-
-
-@pytest.mark.parametrize("name", ["script", "traced", "vmap", "ensemble", "operators", "custom_op"])
-def test_the_plan_has_a_place_for_them(name: str) -> None:
-    it = case_of(FORMS[name])
-    plan = make_plan(it, "streamed", split_number=20)
-    read = {"vmap": "stack", "ensemble": "stack"}.get(name, "weight")
-    chunk = next(i for i, c in enumerate(plan.chunks) if any(slot.name == read for slot in c.parameters))
-    phases = [use.phase for use in plan.order if chunk in use.chunks]
-    assert phases[0] == "forward"
-    assert ("backward" in phases) == (name != "vmap"), "which copies them in forward, for a single product"
-    with Pair(it, plan) as pair:
-        pair.train(2)
-        assert pair.module.last_report is not None
-        assert pair.module.last_report.demand_loads == 0
-        assert pair.module.last_report.deviations == 0
-
-
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -334,29 +293,6 @@ def test_what_stays_unseen() -> None:
         assert not torch.equal(kept["dlpack"], kept["then"])
     docs = (Path(__file__).parents[3] / "docs" / "design" / "runtime.md").read_text(encoding="utf-8")
     assert "## What stays unseen" in docs
-
-
-def test_script_functions_of_others_are_as_they_were() -> None:
-    before = torch.jit.ScriptFunction.__call__
-    it = case_of(FORMS["script"])
-    x, w = torch.ones(4, WIDTH), torch.ones(WIDTH, WIDTH, requires_grad=True)
-    expected = product(x, w)
-    with Pair(it, make_plan(it, "streamed", split_number=20)) as pair:
-        assert torch.equal(product(x, w), expected)
-        pair.module.close()
-    assert torch.jit.ScriptFunction.__call__ is before
-
-
-def test_a_trace_leaves_script_functions_alone_while_it_runs() -> None:
-    it, found = case_of(FORMS["script"]), Seen()
-    before = torch.jit.ScriptFunction.__call__
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        found.append(torch.jit.ScriptFunction.__call__)
-        it.loss(model, inp).backward()
-
-    trace_step(it.model, it.inp, step, dtype=torch.float32, hardware=preset("cpu"))
-    assert [function is before for function in found] == [True]
 
 
 def test_a_marked_tensor_is_the_same_memory_and_an_ordinary_one_to_who_has_announced_it() -> None:

@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, make_plan, rehomed
+from tests.common.parity import Case, Pair, case, make_plan
 
 
 class Net(nn.Module):
@@ -101,60 +101,6 @@ def test_weights_are_printed(pair: Pair) -> None:
         assert "nan" not in repr(parameter)
 
 
-def test_data_of_a_weight_cannot_be_replaced(pair: Pair) -> None:
-    parameter = weights(pair)["second.weight"]
-    with pytest.raises(InputError, match=r"\.data .* parameter\.copy_"):
-        parameter.data = torch.ones(8, 8)
-    with pytest.raises(InputError, match=r"\.data"), pair.module.gathered([parameter], write=True):
-        parameter.data = torch.ones(8, 8)
-    pair.train(2)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_memory_of_a_streamed_weight_cannot_be_set(pair: Pair, inside: bool) -> None:
-    """PyTorch calls no torch function for it."""
-    parameter = weights(pair)["second.weight"]
-
-    def set_memory(*_: object) -> None:
-        with torch.no_grad():
-            parameter.set_(torch.ones(8, 8))
-
-    handle = pair.module.module.second.register_forward_pre_hook(set_memory)  # type: ignore[union-attr]
-    with pytest.raises(InputError, match=r"set_\(\), .* parameter\.copy_"):
-        pair.module(**pair.case.inp) if inside else set_memory()
-    handle.remove()
-    pair.train(2)
-
-
-def test_a_tensor_may_take_the_memory_of_a_weight_while_it_is_there(pair: Pair) -> None:
-    second = pair.module.module.get_submodule("second")
-    before = pair.plain.get_parameter("second.weight").clone()
-    taken: list[torch.Tensor] = []
-
-    def take(*_: object) -> None:
-        with torch.no_grad():
-            taken.append(torch.empty(0, device=second.weight.device).set_(second.weight).clone())  # type: ignore[call-overload]
-
-    with pytest.raises(InputError, match=r"set_ reads second\.weight outside"):
-        take()
-    with second.register_forward_pre_hook(take):
-        pair.train(1)
-    assert torch.equal(taken[0], before)
-
-
-def test_memory_of_a_weight_on_the_device_cannot_be_set_but_while_it_is_gathered() -> None:
-    it = case("cnn")
-    with Pair(it, rehomed(make_plan(it, "streamed"), "states")) as pair:
-        pair.train(1)
-        name, parameter = next(iter(weights(pair).items()))
-        with torch.no_grad(), pytest.raises(InputError, match=r"set_\(\), .* parameter\.copy_"):
-            parameter.set_(torch.ones_like(parameter))
-        with torch.no_grad(), pair.module.gathered(write=True):
-            for weight in (parameter, dict(pair.plain.named_parameters())[name]):
-                weight.set_(torch.ones_like(weight))  # here it is as good as a copy
-        pair.train(2)
-
-
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "mul_": lambda p: p.mul_(0.5),
     "copy_": lambda p: p.copy_(torch.ones_like(p)),
@@ -187,19 +133,6 @@ def test_weights_are_written_inside_gathered_and_nowhere_else(mixed: Pair, how: 
     mixed.train(2)
 
 
-def test_resident_weights_are_read_after_their_update(mixed: Pair) -> None:
-    mixed.train(1)
-    for chunk in inside.chunks(mixed.module):
-        for slot in chunk.slots if chunk.plan.resident else ():
-            assert torch.equal(slot.parameter.detach(), mixed.plain.get_parameter(slot.name))
-
-
-def test_a_parameter_may_be_added_in_place_to_something_else(pair: Pair) -> None:
-    for model in (pair.module.module, pair.plain):
-        model.middle = lambda net, x: (x * 1).add_(net.third.bias)
-    pair.train(3)
-
-
 def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     with mixed.module.gathered():
         mixed.backward()
@@ -212,61 +145,6 @@ def test_forward_and_backward_inside_gathered(mixed: Pair) -> None:
     plain.backward()
     mixed.step()
     mixed.train(2)
-
-
-def test_a_module_may_return_its_own_weight() -> None:
-    class Weight(nn.Module):
-        def __init__(self, form: str) -> None:
-            super().__init__()
-            self.form = form
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self) -> Any:
-            w = self.w.t() if "view" in self.form else self.w
-            if "used" in self.form:
-                w.sum()
-            return Output(w, 1) if "named" in self.form else {"w": [w]} if "dict" in self.form else (w,)
-
-    class Output(NamedTuple):
-        w: torch.Tensor
-        n: int
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            forms = ("plain", "used", "view", "named view", "dict view", "named used")
-            self.makers = nn.ModuleList(Weight(form) for form in forms)
-            self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in forms)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for maker, linear in zip(self.makers, self.linear, strict=True):
-                out = maker()
-                w = out["w"][0] if isinstance(out, dict) else out[0]
-                x = linear(x).tanh()  # other chunks come into the block meanwhile
-                x = x @ w
-            return x
-
-    torch.manual_seed(0)
-    it = net_case(Outer())
-    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
-        pair.train(5)
-
-
-def test_an_output_that_refuses_changes_is_left_as_it_is() -> None:
-    class Kept(dict[str, torch.Tensor]):
-        def __setitem__(self, key: str, value: torch.Tensor) -> None:
-            raise TypeError("this dictionary cannot be changed")
-
-    class Holder(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            return Kept(y=super().forward(x))
-
-    model = Holder()
-    it = Case(model, {"x": torch.randn(4, 8)}, lambda model, inp: model(**inp)["y"].square().mean())
-    plan, expected = make_plan(it, "streamed", split_number=4), model(**it.inp)["y"]
-    module = ElixirModule(model, plan, device="cpu")
-    with torch.no_grad():
-        assert torch.equal(module(**it.inp)["y"], expected)
 
 
 def test_an_activation_changed_in_place_raises_as_in_pytorch(pair: Pair) -> None:
@@ -291,15 +169,6 @@ def test_a_step_between_forward_and_backward_raises_as_in_pytorch(mixed: Pair) -
     mixed.optimizer.zero_grad()
     mixed.plain_optimizer.zero_grad()
     mixed.train(2)
-
-
-def test_a_write_between_forward_and_backward_raises_as_in_pytorch(pair: Pair) -> None:
-    loss = pair.case.loss(pair.module, pair.case.inp)
-    with torch.no_grad(), pair.module.gathered(write=True):
-        for model in (pair.module.module, pair.plain):
-            model.get_parameter("third.weight").mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 class Renormed(nn.Module):
@@ -346,39 +215,6 @@ def test_a_write_by_a_function_whose_name_does_not_say_so_is_noticed(pair: Pair)
     pair.module.module.second.register_forward_pre_hook(write)
     with pytest.raises(InputError, match=r"wrote to second.weight in place"):
         pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
-
-
-def test_memory_taken_from_a_weight_shows_it_after_its_module(pair: Pair) -> None:
-    kept: list[torch.Tensor] = []
-    for model in (pair.module.module, pair.plain):
-        model.first.register_forward_pre_hook(lambda module, args: kept.append(module.weight.detach()))
-        model.middle = lambda net, x: x @ kept.pop()
-    pair.train(2)
-
-
-def test_what_a_module_returns_from_a_block_is_its_own() -> None:
-    class Weight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self) -> torch.Tensor:
-            return self.w.detach().t()
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.maker = Weight()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            w = self.maker()
-            return self.linear(x).tanh() @ w
-
-    torch.manual_seed(0)
-    it = net_case(Outer())
-    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
-        pair.train(3)
 
 
 def test_a_penalty_on_gradients_and_weights_has_the_bits_of_plain_pytorch() -> None:
@@ -432,14 +268,6 @@ def test_cannot_be_copied_pickled_or_wrapped(pair: Pair) -> None:
     pair.train(2)
 
 
-def test_a_part_is_copied_inside_gathered(pair: Pair) -> None:
-    with pair.module.gathered():
-        mine = copy.deepcopy(weights(pair)["third.weight"])
-    assert type(mine) is nn.Parameter
-    pair.train(1)
-    assert torch.isfinite(mine).all()
-
-
 def test_the_plan_must_be_of_this_model() -> None:
     plan = make_plan(case("opt"), "streamed")
     with pytest.raises(ArtifactError, match="plan again"):
@@ -476,22 +304,3 @@ def test_hooks_of_users_run_once(pair: Pair) -> None:
     pair.train(2)
     assert all_seen[0] == all_seen[1]
     assert len(all_seen[0]) == 2 * 4
-
-
-@pytest.mark.parametrize("which", ["second", "all"])
-def test_weights_are_written_after_a_backward_inside_gathered(pair: Pair, which: str) -> None:
-    losses = [pair.case.loss(model, pair.case.inp) for model in (pair.module, pair.plain)]
-    written = [name for name in weights(pair) if which == "all" or name.startswith(which)]
-    with pair.module.gathered([weights(pair)[name] for name in written], write=True):
-        losses[0].backward()  # may fetch what is written to next
-        with torch.no_grad():
-            for name in written:
-                weights(pair)[name].mul_(2)
-    losses[1].backward()
-    with torch.no_grad():
-        for name in written:
-            pair.plain.get_parameter(name).mul_(2)
-    pair.assert_same_weights()
-    pair.backward()
-    pair.step()
-    pair.train(1)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
-from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, assert_as_planned, make_plan, rehomed, square_loss
+from tests.common import inside
+from tests.common.parity import Case, Pair, assert_as_planned, make_plan, square_loss
 
 WIDTH = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -262,15 +259,6 @@ def test_a_view_of_a_weight_that_does_not_change_lasts(holding: Pair) -> None:
     assert all(type(layer.kept[0]) is TrackedView for layer in layers_of(holding))
 
 
-def test_inference_mode_too(holding: Pair) -> None:
-    for _ in range(2):
-        with torch.inference_mode():
-            assert torch.equal(holding.module(**holding.case.inp), holding.plain(**holding.case.inp))
-    for layer in (*layers_of(holding), *list(holding.plain)[1:]):  # type: ignore[call-overload]
-        layer.kept = []
-    holding.train(1)
-
-
 def test_a_view_from_before_a_step_shows_the_new_weight(holding: Pair) -> None:
     holding.train(3)
     holding.assert_same_weights()
@@ -286,17 +274,6 @@ def test_a_view_from_before_a_write_shows_what_was_written(holding: Pair) -> Non
         after = holding.module(**holding.case.inp)
         assert torch.equal(after, holding.plain(**holding.case.inp))
         assert not torch.equal(after, before)
-
-
-def test_outside_of_forward_a_view_is_read_as_its_weight(holding: Pair) -> None:
-    holding.backward()
-    view, plain = layers_of(holding)[1].kept[0], list(holding.plain)[2].kept[0]  # type: ignore[call-overload]
-    assert (view.shape, view.stride(), view.requires_grad) == ((WIDTH, WIDTH), (1, WIDTH), True)
-    for read in (torch.sum, lambda view: view.t() + 1, lambda view: pickle.loads(pickle.dumps(view.detach().cpu()))):
-        assert holding.agree(read(view), read(plain))
-    assert "grad_fn" in repr(view)
-    with pytest.raises(InputError, match="data_ptr reads 2.weight outside of the model's forward"):
-        view.data_ptr()
 
 
 class Returns(nn.Module):
@@ -321,28 +298,6 @@ class Around(nn.Module):
         y, bias = self.inside(x)
         output: torch.Tensor = self.after(y) + bias.expand_as(y)
         return output
-
-
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_a_weight_that_a_module_returns_unread(mode: str) -> None:
-    torch.manual_seed(0)
-    it = Case(nn.Sequential(*(Around() for _ in range(3))), {"input": torch.randn(WIDTH, WIDTH)}, square_loss)
-    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
-        pair.train(3)
-
-
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_a_weight_that_the_model_returns(mode: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns())
-
-    def loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-        y, bias = model(**inp)
-        return (y + bias).square().mean()  # type: ignore[no-any-return]
-
-    it = Case(model, {"input": torch.randn(WIDTH, WIDTH)}, loss)
-    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
-        pair.train(3)
 
 
 class Positions(nn.Module):
@@ -370,80 +325,10 @@ class Placed(nn.Module):
         return input + self.project(positions)
 
 
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_a_weight_that_a_module_returns_expanded_stays_expanded(mode: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Placed() for _ in range(3)))
-    it = Case(model, {"input": torch.randn(2, 64, WIDTH)}, square_loss)
-    with Pair(it, make_plan(it, mode, split_number=20)) as pair:
-        pair.train(3)
-        pair.assert_same_weights()
-        assert {stride for layer in pair.module.module for stride in layer.strides[-3:]} == {(0, WIDTH, 1)}
-
-
-@gpu.not_pretended("nothing is loaded onto it")
-def test_copies_of_views_are_ordinary_and_their_own() -> None:
-    copies: list[torch.Tensor] = []
-
-    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        if x.is_meta:  # traced, without values to save
-            return layer.after(layer.before(x @ layer.weight.t()))
-        view = layer.weight.detach()[1]
-        stream = io.BytesIO()
-        torch.save(view, stream)
-        assert len(stream.getvalue()) < 10_000
-        stream.seek(0)
-        copies.extend((copy.deepcopy(view), pickle.loads(pickle.dumps(view)), torch.load(stream)))
-        with pytest.raises(RuntimeError, match="graph leaves"):
-            copy.deepcopy(layer.weight[1])
-        return layer.after(layer.before(x))
-
-    it = case_of(forward, layers=1)
-    with Pair(it, make_plan(it, "streamed", split_number=12)) as pair:
-        pair.module(**it.inp)
-        row = pair.plain[1].weight.detach()[1]  # type: ignore[index]
-        assert len(copies) == 3
-        assert all(type(made) is torch.Tensor and torch.equal(made, row) for made in copies)
-        assert all(made.untyped_storage().nbytes() == row.nbytes for made in copies)
-
-
-def test_only_what_lies_in_a_block_is_tracked() -> None:
-    kinds: list[type] = []
-
-    def forward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        view, made = layer.weight.t(), x @ layer.weight.t()
-        kinds[:] = [type(view), type(view[0]), type(made), type(made.t()), type(view.clone()), type(view + 1)]
-        view.data = torch.zeros_like(view)  # it is a view of something else now
-        kinds.append(type(view))
-        return layer.after(layer.before(made))
-
-    it = case_of(forward, layers=1)
-    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
-        pair.module(**it.inp)
-        assert kinds == [TrackedView, TrackedView, *[torch.Tensor] * 5]
-    with Pair(it := case_of(forward, layers=1), make_plan(it, "resident"), optimizer=sgd) as pair:
-        pair.module(**it.inp)
-        assert kinds == [torch.Tensor] * 7
-
-
-def under_vmap(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    view, x = layer.weight.t(), layer.before(x)
-    return layer.after(torch.vmap(lambda row: torch.tanh(row @ view))(x))
-
-
 def sparse(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     x = layer.before(x)
     # Nothing is sparse while the step is traced.
     return layer.after(layer.weight @ x if x.is_meta else torch.sparse.mm(layer.weight.to_sparse(), x))
-
-
-@pytest.mark.parametrize(
-    "forward", [under_vmap, pytest.param(sparse, marks=gpu.not_pretended("it has no sparse tensors"))]
-)
-def test_what_has_no_storage_is_no_view(forward: Forward) -> None:
-    it = case_of(forward, layers=1)
-    with Pair(it, make_plan(it, "streamed", split_number=4), optimizer=sgd) as pair:
-        pair.train(2)
 
 
 def test_backward_inside_gathered_reads_what_is_gathered() -> None:
@@ -464,24 +349,6 @@ def _pinned(pair: Pair) -> list[int]:
     return [chunk.index for chunk in inside.chunks(pair.module) if chunk.pins]
 
 
-@pytest.mark.parametrize("home", ["states", None], ids=["moved", "the same"])
-def test_a_view_outlives_another_plan_and_a_graph_does_not(holding: Pair, home: str | None) -> None:
-    holding.train(1)
-    output = holding.module(**holding.case.inp).sum()
-    holding.optimizer.zero_grad()
-    plan = holding.plan if home is None else rehomed(holding.plan, home)
-    holding.module.rehome(plan)
-    with pytest.raises(InputError, match=r"graph is read that was made before rehome\(\)"):
-        output.backward()
-    holding.module.zero_grad()
-    if home is None:
-        holding.train(2)
-        holding.assert_same_weights()
-    else:
-        with pytest.raises(InputError, match="or which stays on the device since rehome"):
-            holding.module(**holding.case.inp)
-
-
 def test_views_are_refused_once_the_model_was_closed_and_keep_no_block(holding: Pair) -> None:
     holding.train(1)
     row = layers_of(holding)[0].weight.detach()[1]
@@ -493,37 +360,6 @@ def test_views_are_refused_once_the_model_was_closed_and_keep_no_block(holding: 
     for read in (lambda: row + 1, lambda: layer(torch.ones(2, WIDTH)), lambda: torch.ops.aten.add(row, 1)):
         with pytest.raises(InputError, match=r"view .*whose model was closed"):
             read()
-
-
-def test_what_is_read_outside_is_given_back_whatever_reads_it(holding: Pair) -> None:
-    holding.train(1)
-    mine, plain = layers_of(holding)[1].weight, list(holding.plain)[2].weight  # type: ignore[call-overload]
-    x = torch.ones(4, WIDTH, device=mine.device)
-    assert torch.equal(torch.vmap(lambda row: row @ mine)(x), torch.vmap(lambda row: row @ plain)(x))
-    assert torch.equal(pickle.loads(pickle.dumps(mine.cpu())), plain.cpu())
-    other = case_of(hold, layers=3)
-    with Pair(other, make_plan(other, "streamed", split_number=12), optimizer=sgd) as second:
-        theirs = layers_of(second)[0].weight
-        assert torch.equal(mine + theirs, plain + second.plain[1].weight)  # type: ignore[index]
-        assert (_pinned(holding), _pinned(second)) == ([], [])
-    with pytest.raises(InputError, match="more weights at once"):
-        torch.cat([parameter.flatten() for parameter in holding.module.module.parameters()])
-    with pytest.raises(InputError, match=r"forward-mode|jvp and jacfwd"), torch.no_grad():
-        torch.func.jvp(lambda row: row @ mine, (x,), (x,))
-    refused: list[InputError] = []
-
-    def on_another_thread() -> None:
-        try:
-            mine.norm()
-        except InputError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=on_another_thread)
-    thread.start()
-    thread.join()
-    assert "another thread may step it" in str(refused[0])
-    assert _pinned(holding) == []
-    holding.train(1)
 
 
 def conjugated(layer: Layer, x: torch.Tensor) -> torch.Tensor:

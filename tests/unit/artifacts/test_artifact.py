@@ -9,20 +9,15 @@ import os
 import typing
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elixir.artifact import (
-    NOT_NEGATIVE,
-    POSITIVE,
     Artifact,
-    Bound,
-    check_bounds,
     check_writable,
-    digest,
     write_atomically,
 )
 from elixir.errors import ArtifactError, InputError
@@ -245,28 +240,10 @@ def test_every_missing_field_is_named(artifact: Artifact) -> None:
 
 
 @pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
-def test_every_mistyped_field_is_named(artifact: Artifact) -> None:
-    for wanted in [path for path, _, _ in leaves(artifact.to_dict())]:
-        data = artifact.to_dict()
-        ((container, key),) = [(c, k) for path, c, k in leaves(data) if path == wanted]
-        container[key] = {"not": "this"} if not isinstance(container[key], dict) else "not this"
-        with pytest.raises(ArtifactError) as caught:
-            type(artifact).from_dict(data)
-        assert f"'{wanted}'" in str(caught.value)
-
-
-@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
 def test_unknown_fields_are_named(artifact: Artifact) -> None:
     data = artifact.to_dict() | {"colour": 1}
     with pytest.raises(ArtifactError, match="'colour' is unknown"):
         type(artifact).from_dict(data)
-
-
-def test_unknown_field_deep_inside_is_named_by_its_path() -> None:
-    data = make_plan(3).to_dict()
-    data["chunks"][2]["colour"] = "red"
-    with pytest.raises(ArtifactError, match=r"'chunks\[2\].colour' is unknown"):
-        Plan.from_dict(data)
 
 
 @pytest.mark.parametrize("value", [True, "1", 1.5, None])
@@ -290,40 +267,12 @@ def test_a_number_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("digits", [400, 5000])
-def test_absurd_integers_are_artifact_errors(digits: int) -> None:
-    text = make_hardware().to_json().replace('"devices_per_host": 8', f'"devices_per_host": {"9" * digits}')
-    with pytest.raises(ArtifactError):
-        HardwareProfile.from_json(text)
-
-
-@pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
-def test_an_error_repeats_no_long_number_and_no_long_word(artifact: Artifact) -> None:
-    data, said = artifact.to_dict(), []
-    for _, container, key in leaves(data):
-        before = container[key]
-        for absurd in (10**4000, "word" * 5000, "a word " * 3000, ["word" * 5000], {"word" * 5000: 1}):
-            container[key] = absurd
-            try:
-                type(artifact).from_dict(data)
-            except ArtifactError as error:
-                said.append(str(error))
-        container[key] = before
-    assert type(artifact).from_dict(data) == artifact
-    assert len(max(said, key=len)) < 1000
-
-
 @pytest.mark.parametrize(("field", "index"), [("operations", 10**18), ("operations", 5), ("parameters", -1)])
 def test_an_index_that_leads_nowhere_is_refused(field: str, index: int) -> None:
     data = make_trace(layers=2).to_dict()
     data["accesses"][1][field] = [index]
     with pytest.raises(ArtifactError, match=rf"'accesses\[1\].{field}' must have indices below"):
         StepTrace.from_dict(data)
-
-
-def test_an_integer_that_no_search_can_compute_with_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="'block_bytes' must be an integer below"):
-        Plan.from_dict(make_plan(3).to_dict() | {"block_bytes": 2**63})
 
 
 @pytest.mark.parametrize("artifact", SAMPLES, ids=lambda sample: sample.artifact)
@@ -343,15 +292,6 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
             Plan.load(path)
 
 
-def test_an_artifact_is_read_from_a_pipe() -> None:
-    plan = make_plan(3)
-    reading, writing = os.pipe()
-    os.write(writing, plan.to_json().encode())
-    os.close(writing)
-    assert Plan.load(f"/dev/fd/{reading}") == plan
-    os.close(reading)
-
-
 VERSION = Plan.schema_version
 
 
@@ -360,13 +300,6 @@ def test_another_version_is_refused(version: Any) -> None:
     data = make_plan(3).to_dict() | {"schema_version": version}
     with pytest.raises(ArtifactError, match=r"'schema_version' is .* reads \d+; plan it anew with `elixir plan`"):
         Plan.from_dict(data, source="plan.json")
-
-
-def test_other_artifacts_of_another_version_say_how_to_make_them_anew() -> None:
-    with pytest.raises(ArtifactError, match=r"'schema_version' is 1, .* reads \d+; trace it anew"):
-        StepTrace.from_dict(make_trace(layers=1).to_dict() | {"schema_version": 1})
-    with pytest.raises(ArtifactError, match=r"'schema_version' is 6, .* reads 7 or 8 or 9; measure it anew"):
-        HardwareProfile.from_dict(make_hardware().to_dict() | {"schema_version": 6})
 
 
 def test_causal_attention_measured_with_its_masked_half_gets_half_the_rate() -> None:
@@ -378,37 +311,11 @@ def test_causal_attention_measured_with_its_masked_half_gets_half_the_rate() -> 
     assert HardwareProfile.from_dict(profile.to_dict()) == profile
 
 
-def test_a_profile_from_before_the_shared_limit_of_a_host_knows_none() -> None:
-    profile = dataclasses.replace(make_hardware(), host_shared_bytes_per_s=None)
-    data = profile.to_dict()
-    data.pop("host_shared_bytes_per_s", None)
-    assert HardwareProfile.from_dict(data) == profile
-    limited = dataclasses.replace(profile, host_shared_bytes_per_s=1e11)
-    assert limited.fingerprint != profile.fingerprint
-    assert HardwareProfile.from_dict(limited.to_dict()) == limited
-
-
-def test_another_artifact_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="'artifact' is 'hardware_profile'"):
-        Plan.from_dict(make_hardware().to_dict())
-
-
 def test_any_truncation_is_an_artifact_error() -> None:
     text = make_hardware().to_json().rstrip()
     for length in range(len(text)):
         with pytest.raises(ArtifactError):
             HardwareProfile.from_json(text[:length])
-
-
-@FEW
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-    )
-)
-def test_any_other_json_is_an_artifact_error(data: Any) -> None:
-    with pytest.raises(ArtifactError):
-        Plan.from_dict(data)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\ufeff{}"])
@@ -424,25 +331,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             Plan.load(path)
 
 
-def test_fingerprints_follow_the_content() -> None:
-    plan, profile = make_plan(3), make_hardware()
-    assert plan.fingerprint == make_plan(3).fingerprint
-    assert plan.fingerprint != dataclasses.replace(plan, world_size=2).fingerprint
-    assert profile.fingerprint == dataclasses.replace(profile, sources={}, measured_at="2026-01-01").fingerprint
-    assert profile.fingerprint != dataclasses.replace(profile, matmul_efficiency=0.5).fingerprint
-
-
-def test_digest_ignores_the_order_of_keys_only() -> None:
-    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
-    assert digest([1, 2]) != digest([2, 1])
-    assert digest("a", "b") != digest("ab")
-
-
-def test_trace_time_is_no_part_of_equality() -> None:
-    trace = make_trace(layers=2)
-    assert trace == dataclasses.replace(trace, trace_s=9.0)
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
@@ -455,35 +343,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_the_new_content_appears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the file is there when it gets its name."""
-    replace, seen = os.replace, []
-
-    def spy(source: str, target: Path) -> None:
-        seen.append(Path(source).read_bytes())
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", spy)
-    write_atomically(tmp_path / "a", b"x" * 100_000)
-    assert seen == [b"x" * 100_000]
-
-
-def test_a_written_file_has_ordinary_permissions(tmp_path: Path) -> None:
-    path = write_atomically(tmp_path / "a", "")
-    plain = tmp_path / "b"
-    plain.touch()
-    assert path.stat().st_mode == plain.stat().st_mode
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("old")
-    link = tmp_path / "link"
-    link.symlink_to("target")
-    write_atomically(link, "new")
-    assert link.is_symlink()
-    assert (tmp_path / "target").read_text() == "new"
 
 
 def test_what_cannot_be_written_is_said_beforehand(tmp_path: Path) -> None:
@@ -503,42 +362,3 @@ def test_what_cannot_be_written_is_said_beforehand(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot write"):
             write_atomically(path, "")
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_checking_leaves_no_file(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounded:
-    ranks: Annotated[int, Bound("1 or larger", 1)] = 1
-    seconds: dict[str, Annotated[float, NOT_NEGATIVE]] = dataclasses.field(default_factory=dict)
-    points: tuple[tuple[Annotated[float, POSITIVE], float], ...] = ()
-    share: Annotated[float, Bound("a share from 0 to 1", 0, 1)] | None = None
-    unbounded: float = -1.0
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "hardware field '{}'")
-
-
-def test_numbers_within_their_bounds_are_accepted() -> None:
-    Bounded(2, {"total": 0.0}, ((1e-300, 1.0),), 1.0, math.nan)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"ranks": 0}, "hardware field 'ranks' must be 1 or larger, found 0"),
-        ({"ranks": None}, "'ranks' must be 1 or larger, found None"),
-        ({"ranks": True}, "'ranks' must be 1 or larger, found True"),
-        ({"seconds": {"total": 1.0, "wait": math.nan}}, "'seconds.wait' must be finite and at least 0, found nan"),
-        ({"seconds": {"total": "long"}}, "'seconds.total' must be finite and at least 0, found 'long'"),
-        ({"points": ((1.0, 1.0), (0, 1.0))}, r"'points\[1\]\[0\]' must be a positive finite number, found 0"),
-        ({"points": ((math.inf, 1.0),)}, "must be a positive finite number, found inf"),
-        ({"share": 10**400}, "'share' must be a share from 0 to 1, found 1"),
-    ],
-)
-def test_a_number_out_of_its_bounds_is_named_by_its_path(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        Bounded(**given)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 
 from elixir.hardware.memory import free_host_bytes
-from elixir.hardware.promises import MachineView, Memory, least_free, unequal
+from elixir.hardware.promises import MachineView, Memory, unequal
 from elixir.units import GIB
 
 
 def view(machine: str, host: float, device: float = 80, name: str = "H100") -> MachineView:
     return MachineView(machine, machine, name, Memory(int(device * GIB), int(host * GIB)))
-
-
-def test_machines_that_are_alike_are_not_named() -> None:
-    views = [view("a", 500), view("a", 499), view("b", 470), view("b", 480)]
-    assert unequal(views) == ""
-    assert unequal(views[:1]) == unequal([]) == ""
-    assert least_free(views) == Memory(80 * GIB, 470 * GIB)
 
 
 def test_what_differs_is_named_with_what_others_have() -> None:

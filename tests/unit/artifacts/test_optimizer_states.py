@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.errors import InputError, InputTypeError
+from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.optimizer_states import (
     StateSize,
@@ -17,7 +17,6 @@ from elixir.optimizer_states import (
     family_of,
     moments_of,
     optimizer_name,
-    state_size,
 )
 
 
@@ -68,11 +67,3 @@ def hybrids(*moments: Any) -> torch.optim.Optimizer:
 def test_what_is_not_known_is_refused(raises: Callable[[], Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         raises()
-
-
-def test_names_are_text() -> None:
-    for wrong in (8, b"Adam"):
-        with pytest.raises(InputTypeError, match="optimizer_type is a name"):
-            optimizer_name(wrong)  # type: ignore[arg-type]
-        with pytest.raises(InputTypeError, match="moments is 'float32'"):
-            state_size("Adam", wrong)  # type: ignore[arg-type]

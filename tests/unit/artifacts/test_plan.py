@@ -13,18 +13,12 @@ from elixir.hardware.scenario import Scenario
 from elixir.optimizer_states import BLOCK_NUMEL, moments_size
 from elixir.plan.chunk_plan import (
     PARAM_ALIGNMENT_BYTES,
-    ChunkPlan,
-    ChunkUse,
     ParamSlot,
-    Weight,
     WeightFile,
     alignment_bytes,
-    numel_text,
-    packed_text,
 )
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
-from elixir.schedule import Schedule
 from elixir.step_trace import INPUT, SAVED, Form, Result, StepShape, Unit, UnitActivations
 from tests.common.samples import make_plan
 
@@ -234,45 +228,6 @@ def test_what_could_not_be_run_is_refused_by_the_name_of_the_field(field: str, s
         spoil(make_plan())
 
 
-GOOD: list[Callable[[Plan], Plan]] = [
-    *(
-        lambda plan, name=name: dataclasses.replace(plan, **{name: 0})  # type: ignore[misc]
-        for name in ("device_budget_bytes", "host_budget_bytes", "disk_budget_bytes", "reserve_bytes")
-    ),
-    *(
-        lambda plan, name=name: dataclasses.replace(plan, **{name: 1})  # type: ignore[misc]
-        for name in ("host_threads", "pass_size", "accumulation", "prefetch_depth")
-    ),
-    lambda plan: dataclasses.replace(plan, weight_files=(WeightFile("a.safetensors", 0, ""),)),
-    lambda plan: dataclasses.replace(plan, block_count=plan.schedule().min_blocks),
-    lambda plan: dataclasses.replace(plan, block_bytes=plan.chunks[STREAMED].weight_bytes),
-    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("w", 2**24 - 256, 256))),
-    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 256), ("w", 256, 256))),
-    lambda plan: with_chunk(plan, STREAMED, parameters=slots(("v", 0, 0), ("w", 0, 256))),
-    lambda plan: with_chunk(plan, STREAMED, grad_entry=0),
-    lambda plan: with_chunk(plan, STREAMED, grad_entry=len(plan.order) - 1),
-    lambda plan: dataclasses.replace(
-        with_chunk(dataclasses.replace(plan, may_update_early=None), STREAMED, update="early", grad_entry=0)
-    ),
-    lambda plan: with_use(plan, 1, chunks=(0, len(plan.chunks) - 1)),
-    lambda plan: with_use(plan, 1, chunks=(1,), pin_until=len(plan.order) - 1),
-    lambda plan: with_activations(plan, UnitActivations("layers.0", (Result("aten.mm.default", 0),))),
-    lambda plan: with_activations(plan, UnitActivations("layers.0", (), (Result(INPUT, 0),))),
-    lambda plan: with_activations(plan, KEEPS_ALL, form="compiled"),
-    lambda plan: with_activations(plan, UnitActivations("layers.0", ()), form="compiled"),
-    lambda plan: with_activations(plan, UnitActivations("layers.0", None, (Result(SAVED, 0),))),
-    lambda plan: with_prediction(plan, loads=0, hits=0, seconds={"total": 0.0}),
-    lambda plan: with_prediction(plan, judgements=(Judgement(Scenario(), 1.0, 1.0),)),
-]
-
-
-@pytest.mark.parametrize("changed", GOOD)
-def test_what_can_just_be_run_is_taken_and_reads_the_same_from_a_file(changed: Callable[[Plan], Plan]) -> None:
-    plan = changed(make_plan())
-    assert Plan.from_json(plan.to_json()) == plan
-    assert str(Plan.from_json(plan.to_json())) == str(plan)
-
-
 def test_a_bad_value_in_a_file_is_named_by_its_path() -> None:
     data = make_plan().to_dict()
     data["chunks"][STREAMED]["resident"] = True
@@ -293,91 +248,6 @@ def test_parameters_begin_with_whole_blocks_of_the_widest_dtype() -> None:
     assert alignment_bytes("float32", ["float64"]) == PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", ["bfloat16", "float32"]) == 4 * BLOCK_NUMEL > PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", []) == max(BLOCK_NUMEL, PARAM_ALIGNMENT_BYTES)
-
-
-def test_gradient_blocks_have_a_size() -> None:
-    plan = make_plan(4, resident=1.0)
-    assert dataclasses.replace(plan, block_bytes=0, block_count=0, grad_block_count=0).block_bytes == 0
-    with pytest.raises(ValueError, match="block_bytes"):
-        dataclasses.replace(plan, block_bytes=0, block_count=0, grad_block_count=1)
-
-
-def test_a_plans_own_schedule_leaves_out_residents_and_keeps_pins() -> None:
-    def chunk(name: str, *, resident: bool = False) -> ChunkPlan:
-        home: Any = "device" if resident else "host"
-        return ChunkPlan("bfloat16", True, 256, slots((name, 0, 256)), home, home, resident)
-
-    plan = dataclasses.replace(
-        make_plan(),
-        chunks=(chunk("a"), chunk("b", resident=True), chunk("c")),
-        order=(ChunkUse("forward", (0,), 2), ChunkUse("forward", (1,), 1), ChunkUse("forward", (2,), 2)),
-        block_bytes=512,
-        block_count=2,
-        prefetch_depth=0,
-    )
-    schedule = plan.schedule()
-    assert schedule.policy.required == ((0,), (0,), (0, 2))
-    assert schedule.simulate(2) == Schedule([[0], [0], [0, 2]]).simulate(2)
-    with pytest.raises(ValueError, match="block_count"):
-        dataclasses.replace(plan, block_count=1)
-
-
-def test_the_share_of_the_peak_is_known_where_both_numbers_are() -> None:
-    predicted = dataclasses.replace(
-        make_plan().predicted, flops=6 * 10**12, peak_flops_per_s=4e12, seconds={"total": 3.0}
-    )
-    assert predicted.flops_per_s == 2e12
-    assert predicted.peak_share == 0.5
-    assert dataclasses.replace(predicted, flops=0).peak_share is None
-    assert dataclasses.replace(predicted, peak_flops_per_s=None).peak_share is None
-    assert dataclasses.replace(predicted, seconds={"total": 0.0}).flops_per_s == 0.0
-
-
-def test_a_plan_without_tokens_says_its_samples_and_no_share_of_zero() -> None:
-    plan = make_plan()
-    predicted = dataclasses.replace(plan.predicted, flops=10**9, peak_flops_per_s=1e12, seconds={"total": 0.5})
-    step = dataclasses.replace(plan.step, tokens=None, samples=4)
-    plan = dataclasses.replace(plan, predicted=predicted, step=step, accumulation=3, world_size=1)
-    assert "24 samples/s, less than 1 % of the device's peak" in str(plan)
-    faster = dataclasses.replace(plan, predicted=dataclasses.replace(predicted, flops=10**10))
-    assert "24 samples/s, 2 % of the device's peak" in str(faster)
-
-
-EXPERTS = Weight("layers.0.mlp.experts.gate_up_proj", "bfloat16", 3 << 20, False)
-
-
-@pytest.mark.parametrize(
-    ("weights", "form", "numel", "held"),
-    [
-        ([EXPERTS], None, "3,145,728", ""),
-        (
-            [Weight("q.weight", "uint8", 1 << 20, False), EXPERTS, Weight("q.lora_A.weight", "bfloat16", 7, True)],
-            "nf4",
-            "3,145,735 and 1.00 MiB packed",
-            "frozen: 1.00 MiB in 4 bits (nf4), 6.00 MiB in bfloat16; expert weights are 3-D parameters, which "
-            "bitsandbytes does not quantise",
-        ),
-        (
-            [Weight("q.weight", "int8", 1 << 20, False), Weight("norm", "float32", 1 << 10, False)],
-            None,
-            "1,024 and 1.00 MiB packed",
-            "frozen: 1.00 MiB in int8, 4.00 KiB in float32",
-        ),
-        ([Weight("conv.weight", "float32", 2, False)], "nf4", "2", "frozen: 0 B in 4 bits (nf4), 8 B in float32"),
-    ],
-)
-def test_packed_weights_are_told_from_parameters(
-    weights: list[Weight], form: str | None, numel: str, held: str
-) -> None:
-    assert (numel_text(weights), packed_text(weights, form)) == (numel, held)
-
-
-def test_a_plan_says_which_weights_are_packed() -> None:
-    plan = make_plan(frozen=0.5)
-    assert "\n  weights " not in str(plan)
-    assert "\n  weights       frozen: 0 B in 4 bits (nf4), " in str(
-        dataclasses.replace(plan, step=StepShape(lora=8, quantised="nf4"))
-    )
 
 
 FORMS: tuple[Form, ...] = ("compiled", "plain", "checkpointed", "compiled")

@@ -34,14 +34,6 @@ def squares(model: nn.Module, inp: dict[str, Any]) -> None:
     model(inp["x"]).pow(2).mean().backward()
 
 
-def gradients_by_hand(model: nn.Module, inp: dict[str, Any]) -> None:
-    parameters = list(model.parameters())
-    for parameter, gradient in zip(
-        parameters, torch.autograd.grad(model(inp["x"]).pow(2).mean(), parameters), strict=True
-    ):
-        parameter.grad = gradient
-
-
 def planned_without_states(trace: StepTrace) -> int:
     """Device peak of the plan with everything resident, optimizer states not counted."""
     plan = plan_from_trace(
@@ -63,13 +55,4 @@ def test_a_weight_used_several_times_is_planned_at_its_peak(times: int, batch: i
 def test_a_resident_plan_needs_no_less_than_plain_pytorch(family: str, checkpoint: str) -> None:
     model = tiny(family, checkpoint=checkpoint, device="meta")
     trace = trace_step(model, default_input(model, batch=2), default_step, hardware=preset("cpu"), optimizer=None)
-    assert planned_without_states(trace) >= trace.backward_peak_bytes
-
-
-def test_gradients_that_the_step_sets_itself_count_as_well() -> None:
-    inp = {"x": torch.ones(4, 256)}
-    trace = trace_step(Repeated(2), inp, gradients_by_hand, hardware=preset("cpu"), optimizer=None)
-    assert trace.unused_parameters == ()
-    assert trace.grad_bytes == trace.param_bytes
-    assert trace.parameters[0].grad_access is not None
     assert planned_without_states(trace) >= trace.backward_peak_bytes

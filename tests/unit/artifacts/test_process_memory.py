@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from elixir.hardware import process_memory
-from elixir.hardware.host_share import HostView, host_share
-from elixir.hardware.memory import own_group
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
-from elixir.hardware.profile import preset
 from elixir.optimizer_states import MASTER_BYTES
-from elixir.plan.plan import Plan
-from elixir.plan.process_need import LIBRARIES_PART, LOOP_TENSORS, planned_need, process_need
-from elixir.search import optimal_search, simple_search
+from elixir.plan.process_need import LIBRARIES_PART, process_need
+from elixir.search import optimal_search
 from elixir.units import LARGEST_BYTES, MIB
-from tests.common.samples import make_plan, make_trace
+from tests.common.samples import make_plan
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
-
-
-def test_resident_memory_is_read_as_linux_tells_it(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\nRssAnon:\t 300 kB\nRssFile:\t 100 kB\nRssShmem:\t 20 kB\n")
-    assert resident(status) == Resident(320 * 1024, 100 * 1024, 500 * 1024)
-    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\n")
-    assert resident(status) is None
-    assert resident(tmp_path / "none") is None
-
-
-def test_memory_that_this_process_takes_is_its_own() -> None:
-    piece, before = bytes(MIB), resident()
-    if before is None:
-        pytest.skip("this operating system does not tell")
-    taken = mmap.mmap(-1, 48 * MIB)  # a tensor may get memory that the C library has kept
-    for _ in range(48):
-        taken.write(piece)
-    after = resident()
-    assert after is not None
-    assert after.own_bytes - before.own_bytes == pytest.approx(len(taken), rel=0.05)
-    assert after.peak_bytes >= after.own_bytes + after.file_bytes - MIB
 
 
 def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
@@ -74,46 +45,6 @@ def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
     limit.trim_if_over()
     assert held_bytes() == pytest.approx(after, abs=MIB)
     assert len(kept) + len(more) + len(shared) > 40
-
-
-def test_memory_that_is_in_use_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    if resident() is None:
-        pytest.skip("this operating system does not tell what is resident")
-    given: list[int] = []
-    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.append(1))
-    limit = HeapLimit()
-    limit.set(MIB)  # the process has far more, and goes on
-    for _ in range(3):
-        limit.trim_if_over(64 * MIB)
-    assert len(given) == 1
-    limit.forget()
-    limit.trim_if_over(LARGEST_BYTES)
-    assert (len(given), limit.expected_bytes) == (1, 0)
-
-
-def test_memory_is_not_looked_at_again_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    if resident() is None:
-        pytest.skip("this operating system does not tell what is resident")
-    now_s, looks = [100.0], [0]
-
-    def held_bytes(limit: HeapLimit) -> int:
-        looks[0] += 1
-        return 0
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    monkeypatch.setattr(HeapLimit, "held_bytes", held_bytes)
-    limit = HeapLimit()
-
-    def looked(coming_bytes: int = 0) -> bool:
-        before = looks[0]
-        limit.trim_if_over(coming_bytes)
-        return looks[0] > before
-
-    for _ in range(2):
-        limit.set(MIB)
-        assert (looked(), looked(), looked(MIB), looked()) == (True, False, True, False)
-        now_s[0] += process_memory.LOOKS_APART_S
-        assert (looked(), looked()) == (True, False)
 
 
 @pytest.mark.parametrize("room_bytes", [0, MIB])
@@ -194,32 +125,6 @@ def test_the_peak_of_a_process_has_its_parts_and_code_is_shared_on_a_machine(mon
     assert estimated_bytes("cpu", 2) > estimated_bytes("cpu", 2, running=True) > estimated_bytes("cpu", 1, running=True)
 
 
-def test_a_step_in_a_loop_has_its_tensors_in_the_peak() -> None:
-    trace, machine = make_trace(layers=3, unit=2**20), preset("cpu")
-    (numel,) = {each.numel for each in trace.parameters}
-
-    def need(home: str, optimizer: str) -> tuple[Plan, int]:
-        plan = simple_search(trace, 1, hardware=machine, shard_device=home, optimizer_type=optimizer).plan
-        return plan, planned_need(plan, machine).parts.get("optimizer_step", 0)
-
-    # A chunk's float32 gradients, the root and the quotient of one weight; on the host next to anything.
-    plan, on_host = need("cpu", "AdamW")
-    chunk, several = max((chunk.numel, len(chunk.parameters) > 1) for chunk in plan.chunks)
-    assert on_host == 4 * (chunk + (several + LOOP_TENSORS) * numel)
-    assert need("cpu", "AdamW (for-loop)")[1] == on_host
-    assert need("cpu", "SGD")[1] == 0
-    # On the device after backward, whose activations are gone.
-    plan, on_device = need("cuda", "AdamW")
-    parts = plan.predicted.device_parts
-    lasting = parts["resident_weights"] + parts["optimizer_states"] + parts.get("buffers", 0)
-    gradients = sum(chunk.weight_bytes for chunk in plan.chunks)
-    at_step = lasting + gradients + on_host
-    assert on_device == at_step - plan.predicted.device_peak_bytes > 0
-    cuda = preset("h200")
-    hosted = simple_search(trace, 1, hardware=cuda, shard_device="cpu", optimizer_type="AdamW").plan
-    assert "optimizer_step" not in planned_need(hosted, cuda).parts  # a plan counts on a fused one there
-
-
 def test_a_state_dict_gathers_only_what_does_not_lie_whole_in_memory() -> None:
     plan = make_plan()
     chunk = plan.chunks[12]
@@ -230,18 +135,3 @@ def test_a_state_dict_gathers_only_what_does_not_lie_whole_in_memory() -> None:
         there = replace(plan, chunks=chunks)  # type: ignore[arg-type]
         peaks.append(process_need(there, "cpu", host_bytes=0, given_bytes=given, in_heap=False).peak_bytes)
     assert peaks[1] - peaks[0] == MASTER_BYTES * chunk.numel
-
-
-def test_ranks_that_share_a_machine_need_not_share_its_limits(tmp_path: Path) -> None:
-    names = tmp_path / "cgroup"
-    names.write_text("4:memory:/job/0\n3:cpu,cpuacct:/cores\n0::/user\n")
-    assert own_group("memory", names) == "/job/0 /user"
-    assert own_group("memory", tmp_path / "none") == ""
-    views = [HostView(host, (0,), 1.0, group) for host, group in (("a", "x"), ("a", "y"), ("a", "x"), ("b", "x"))]
-    shares = [host_share(views, rank, {}) for rank in range(4)]
-    assert [(share.on_machine, share.memory_ranks) for share in shares] == [
-        (3, (0, 2)),
-        (3, (1,)),
-        (3, (0, 2)),
-        (1, (3,)),
-    ]

@@ -9,14 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.models import build, default_input
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.step_trace import Transfer
-from elixir.units import parse_dtype
 from tests.common.synthetic_trace import StackShape, stack_trace
 from tests.common.tiny_models import tiny
 
@@ -104,13 +102,6 @@ def test_a_package_that_transformers_lacks_is_named_by_python(monkeypatch: pytes
     monkeypatch.setattr(importlib, "import_module", lacking)
     with pytest.raises(ModuleNotFoundError, match="tokenizers"):
         build("opt-125m")
-
-
-def test_a_dtype_that_nothing_is_trained_in_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"torch.int8 cannot be trained in; give float32, bfloat16, float16 or float64"
-    ):
-        parse_dtype(torch.int8)
 
 
 def test_a_trace_has_transfers_within_its_step() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError
-from elixir.schedule import CacheView, EvictionPolicy, Schedule, ScheduleResult
+from elixir.schedule import Schedule, ScheduleResult
 
 orders = st.lists(st.sets(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=9)
 
@@ -96,13 +96,6 @@ def test_another_block_never_costs_a_load(order: list[set[int]], depth: int) -> 
     assert loads == sorted(loads, reverse=True)
 
 
-def test_prefetch_brings_the_next_distinct_chunks_in_during_the_present_one() -> None:
-    schedule = Schedule([[0], [0], [1], [2], [1]], prefetch_depth=2)
-    assert schedule.windows[0] == (0, 1, 2)
-    assert schedule.windows[2] == (1, 2)
-    assert timeline(schedule.simulate(3)) == ((0, 0), (0, 1), (0, 2))
-
-
 def test_too_few_blocks_say_how_many_are_needed() -> None:
     with pytest.raises(InputError, match=r"position 1 of the order needs 3 rCache blocks at once, there are 2;"):
         simulate([[0], [1, 2, 3]], blocks=2)
@@ -110,23 +103,8 @@ def test_too_few_blocks_say_how_many_are_needed() -> None:
         simulate([[0], [1]], blocks=1, prefetch_depth=1)
 
 
-def test_ties_are_broken_by_the_highest_id_and_pins_hold() -> None:
-    view = CacheView(EvictionPolicy([[0, 1, 2], [3], [1, 2]]))
-    for chunk in (0, 1, 2):
-        view.admit(chunk)
-    view.passed(0)
-    assert view.victim() == 0
-    assert view.victim(pinned=[0]) == 2
-    assert view.victim(pinned=[0, 1, 2]) is None
-
-
 def test_negative_arguments_are_refused() -> None:
     with pytest.raises(InputError, match="chunk ids"):
         simulate([[-1]], 1)
     with pytest.raises(InputError, match="prefetch depth"):
         simulate([[0]], 1, prefetch_depth=-1)
-
-
-def test_an_empty_order_costs_nothing() -> None:
-    assert simulate([], 0).loads == 0
-    assert simulate([[], []], 0).loads == 0

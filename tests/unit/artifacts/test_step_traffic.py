@@ -7,15 +7,13 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from elixir.plan.plan import Plan
 from elixir.plan.step_traffic import Backwards, all_reduce_bytes
 from elixir.schedule import Schedule
 from elixir.search.searches import optimal_search
-from tests.common import inside
-from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan
+from tests.common.parity import MODES, Case, Pair, case, make_plan
 
 COUNTED = ("loads", "hits", "host_to_device", "device_to_host", "network")
 
@@ -102,54 +100,6 @@ def test_a_searched_plan_predicts_its_own_optimizer_step(
     assert "differs from its plan" not in caplog.text
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_an_evaluation_is_foreseen_or_named(when: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The chunks that it leaves in the blocks are known when a step begins; inside of a step nothing is compared."""
-    it = case("opt", layers=3)
-    with Pair(it, make_plan(it, "streamed", allocate_factor=0.4, split_number=12)) as pair:
-        pair.train(1)
-        for turn in range(2):
-            if (turn == 0) == (when == "before"):
-                with torch.no_grad():
-                    hf_loss(pair.module, pair.case.inp)
-                held = inside.cache(pair.module).held
-            pair.backward()
-        pair.step()
-        report = pair.module.last_report
-        assert report is not None
-        assert held
-        if when == "before":
-            assert_as_predicted(report)
-            assert report.predicted["loads"] < pair.plan.prediction_for(2).loads
-        else:
-            assert "evaluated between" in report.not_compared
-            assert "cannot be compared" in str(report)
-            assert not report.surprises()
-    assert "differs from its plan" not in caplog.text
-
-
-def test_a_step_whose_forwards_and_backwards_differ_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
-    it = case("opt", layers=2)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        hf_loss(pair.module, pair.case.inp)  # a loss that is left out, as one that is not finite
-        pair.train(1)
-        report = pair.module.last_report
-        assert report is not None
-        assert "2 forwards to train and 1 backwards" in report.not_compared
-        pair.train(1)
-        assert_as_predicted(pair.module.last_report)
-        with torch.no_grad():
-            pair.module.state_dict()
-        pair.backward()
-        pair.module.state_dict()
-        pair.backward()
-        pair.step()
-        report = pair.module.last_report
-        assert report is not None
-        assert "empties the blocks" in report.not_compared
-    assert "differs from its plan" not in caplog.text
-
-
 def test_a_wrong_prediction_still_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning names the number of micro-batches if it is not the planned one."""
     it = case("opt", layers=2)
@@ -167,25 +117,6 @@ def test_a_wrong_prediction_still_warns(caplog: pytest.LogCaptureFixture, monkey
             pair.step()
     assert "differs from its plan: loads" in caplog.text
     assert "it had 2 micro-batches, planned were 1: see accumulation=" in caplog.text
-
-
-def test_the_circle_of_walks_is_that_of_walking_each() -> None:
-    """Also where walks come to repeat each other late, or two of them take turns."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        chunks = int(torch.randint(2, 7, (1,), generator=generator))
-        required = [[int(torch.randint(chunks, (1,), generator=generator))] for _ in range(12)]
-        schedule = Schedule(required, int(torch.randint(0, 2, (1,), generator=generator)))
-        for blocks in range(schedule.min_blocks, chunks + 1):
-            for micro_batches in (1, 2, 3, 7, 20):
-                held: tuple[int, ...] = ()
-                loads, hits = 0, 0
-                for _ in range(micro_batches):
-                    walk = schedule.simulate(blocks, held)
-                    loads, hits, held = loads + walk.loads, hits + walk.hits, walk.left
-                found = schedule.step(blocks, micro_batches)
-                assert (found.loads, found.hits) == (loads, hits)
-    assert schedule.step(blocks, 10**12).hits > 10**12  # without walking each
 
 
 def test_what_became_of_the_gradients_of_each_backward() -> None:

@@ -19,7 +19,6 @@ from elixir.checkpoint_format.folders import (
     finish_commit,
     newest_checkpoints,
     read_index,
-    remove_checkpoint,
     remove_stale,
 )
 from elixir.checkpoint_format.index import Index
@@ -134,22 +133,6 @@ def test_a_save_that_does_not_synchronise_would_be_caught(tmp_path: Path) -> Non
         assert wrong
 
 
-def test_every_prefix_of_a_removal_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    save_generation(folder, 1)
-    crash, recorded = Crash(folder), RecordingFiles()
-    remove_checkpoint(folder, files=recorded)
-    assert not folder.exists()
-    for number, operation in enumerate(
-        each for each in recorded.log if each.path != str(folder) or each.name != "remove"
-    ):
-        crash.do(operation)
-        for what, content in crash.outcomes(seeds=2):
-            place = lay_out(tmp_path / f"{number}-{what.replace(' ', '-')}", content)
-            if (place / "index.json").exists():
-                assert generation_in(place) == 1
-
-
 # --- several file systems --------------------------------------------------------------------------------------------
 
 
@@ -182,25 +165,6 @@ def test_a_commit_over_one_that_was_never_settled_is_refused(tmp_path: Path) -> 
         commit(tmp_path, write(tmp_path, states(3)))
     finish_commit(tmp_path, index.id)
     assert not (tmp_path / "index.previous.json").exists()
-
-
-def test_foreign_files_are_never_stale(tmp_path: Path) -> None:
-    save_generation(tmp_path, 1)
-    foreign = ("model.safetensors", "config.json", ".index.json", "notes-rank-1.txt", "abc.safetensors")
-    for name in foreign:
-        (tmp_path / name).touch()
-    stale = (
-        "0123456789abcdef-rank-00000-of-00001.safetensors",
-        "0123456789abcdef-shared.safetensors",
-        ".index.json.0123456789ab",
-    )
-    for name in stale:
-        (tmp_path / name).touch()
-    assert set(remove_stale(tmp_path)) == set(stale)
-    assert {path.name for path in tmp_path.iterdir()} >= set(foreign)
-    (tmp_path / "index.json").write_text("damaged")
-    with pytest.raises(CheckpointError):
-        remove_stale(tmp_path)
 
 
 # --- disks that fail -------------------------------------------------------------------------------------------------
@@ -242,16 +206,6 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new(
     assert at > len(recorded.log)
 
 
-def test_a_failed_save_leaves_no_files_that_fill_the_disk(tmp_path: Path) -> None:
-    """The disk is full in the middle of the data: the old checkpoint is as it was, and the room is given back."""
-    save_generation(tmp_path, 1)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(FileError, match="No space left"):
-        save_generation(tmp_path, 2, files=FailingFiles(4, only=("write",)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert generation_in(tmp_path) == 1
-
-
 def test_a_commit_that_could_not_be_synchronised_is_taken_back(tmp_path: Path) -> None:
     save_generation(tmp_path, 1)
     index = write(tmp_path, states(2))
@@ -266,12 +220,6 @@ def test_a_commit_that_could_not_be_synchronised_is_taken_back(tmp_path: Path) -
     assert all((tmp_path / name).exists() for name in index.files)
     abandon(tmp_path, index.id)
     assert not any((tmp_path / name).exists() for name in index.files)
-
-
-def test_what_was_committed_is_not_abandoned(tmp_path: Path) -> None:
-    index = save_generation(tmp_path, 1)
-    abandon(tmp_path, index.id)
-    assert generation_in(tmp_path) == 1
 
 
 def test_short_transfers_save_and_load_the_same(tmp_path: Path) -> None:

@@ -300,20 +300,6 @@ def test_an_index_of_another_kind_is_told_from_a_damaged_one(whole: Path, field:
     assert caught.value.key == field
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"null", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b'{"a":NaN}', b'{"a":1,"a":1}', b"9" * 10_000]
-    + [b'{"artifact":"checkpoint","schema_version":3,"checksum":' + b"[" * 900 + b"]" * 900 + b"}"]
-    + [b'{"artifact":' + b"[" * depth + b"]" * depth + b"}" for depth in (500, 900, 950)],
-)  # fmt: skip
-def test_other_files_are_no_index(raw: bytes, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_bytes(raw)
-    with pytest.raises(CheckpointCorrupt) as caught:
-        open_checkpoint(tmp_path)
-    assert caught.value.path == str(tmp_path / "index.json")
-    assert len(str(caught.value)) < 10_000
-
-
 def test_an_index_made_up_at_random_raises_nothing_else(whole: Path) -> None:
     """Damages indexes that keep a right checksum: other values at any place."""
     original = json.loads((whole / "index.json").read_text())

@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
 
 import pytest
 import torch
 
-from elixir.checkpoint.snapshot import Snapshot, aligned
+from elixir.checkpoint.snapshot import Snapshot
 from elixir.errors import CheckpointError
 from tests.common import inside
 from tests.unit.checkpoint.test_snapshot import CPU, SPAN, Chunk, Flat, Sink, _small_spans, pool_of  # noqa: F401
-
-needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal interrupts the main thread")
-
-
-class Waiting(Flat):
-    """A live tensor whose reader says that it has begun, and goes on when it may."""
-
-    def __init__(self, tensor: torch.Tensor, error: Exception | None = None) -> None:
-        super().__init__(tensor)
-        self.begun, self.go, self.error = threading.Event(), threading.Event(), error
-
-    def values(self, first: int, stop: int) -> torch.Tensor:
-        self.begun.set()
-        assert self.go.wait(20)
-        if self.error is not None:
-            raise self.error
-        return super().values(first, stop)
-
-
-def release_until_time_is_up(snapshot: Snapshot) -> None:
-    """Updates chunk 0 on the main thread, whose wait for others is interrupted."""
-    over = threading.Event()
-
-    def time_is_up(*_: object) -> None:
-        over.set()
-        raise TimeoutError("time is up")
-
-    def interrupt() -> None:
-        while 0 not in inside.updates_waiting(snapshot):
-            time.sleep(1e-3)
-        while not over.is_set():  # a signal wakes a thread that waits already; one about to wait handles it later
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-            over.wait(1)
-
-    before = signal.signal(signal.SIGALRM, time_is_up)
-    try:
-        threading.Thread(target=interrupt, daemon=True).start()
-        snapshot.release(0)
-        assert over.wait(20)
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("reading", [True, False])
@@ -117,75 +75,3 @@ def test_an_interrupt_of_an_update_ends_it_and_the_save() -> None:
         snapshot.release(0)
     with pytest.raises(CheckpointError):
         snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
-
-
-@needs_signals
-def test_an_interrupt_of_an_update_that_waits_for_the_writer_ends_both() -> None:
-    begun, goes_on, written = threading.Event(), threading.Event(), list[int]()
-    snapshot, found = Snapshot([Chunk(0, 3 * SPAN)], pool_of(1 << 16), CPU), list[Exception]()
-
-    def write_span(key: str, number: int, data: memoryview) -> None:
-        written.append(number)
-        begun.set()
-        goes_on.wait(20)
-
-    def write() -> None:
-        try:
-            snapshot.write(write_span, lambda: None)
-        except CheckpointError as error:
-            found.append(error)
-        snapshot.end()
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    assert begun.wait(20)
-    release_until_time_is_up(snapshot)  # a save that failed is no error of the step
-    goes_on.set()
-    writer.join(20)
-    assert not writer.is_alive()
-    assert "time is up" in str(found)
-    assert written == [0], "nothing is written for a save that is given up"
-
-
-@needs_signals
-def test_an_interrupt_of_an_update_that_waits_for_another_leaves_that_the_memory_for_its_copy() -> None:
-    live, chunk, pool = Waiting(torch.ones(SPAN)), Chunk(0, SPAN), pool_of(1 << 12)
-    chunk.read = lambda: {"a/0": live}  # type: ignore[method-assign]
-    snapshot = Snapshot([chunk], pool, CPU)
-    first = threading.Thread(target=snapshot.release, args=(0,))
-    first.start()
-    assert live.begun.wait(20)
-    release_until_time_is_up(snapshot)
-    assert inside.taken_bytes(pool) == aligned(live.nbytes)
-    live.go.set()
-    first.join(20)
-    assert snapshot.copied_bytes == aligned(live.nbytes)
-    with pytest.raises(CheckpointError, match="time is up"):
-        snapshot.write(Sink(random.Random(0), 0).write, lambda: None)
-    snapshot.end()
-    assert not inside.taken_bytes(pool)
-
-
-def test_a_copy_is_given_up_while_it_is_written() -> None:
-    live, chunks, pool = (
-        Waiting(torch.ones(10), RuntimeError("unreadable")),
-        [Chunk(0, 10), Chunk(1, 10)],
-        pool_of(1 << 12),
-    )
-    chunks[1].read = lambda: {"a/1": live}  # type: ignore[method-assign]
-    snapshot, written = Snapshot(chunks, pool, CPU), list[str]()
-    snapshot.release(0)
-    update = threading.Thread(target=snapshot.release, args=(1,))
-    update.start()
-    assert live.begun.wait(20)
-
-    def write(key: str, number: int, data: memoryview) -> None:
-        written.append(key)
-        live.go.set()
-        update.join(20)
-
-    with pytest.raises(CheckpointError, match="unreadable"):
-        snapshot.write(write, lambda: None)
-    assert written[0] == "a/0"
-    assert not inside.taken_bytes(pool)
-    snapshot.end()

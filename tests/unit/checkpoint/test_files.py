@@ -13,34 +13,12 @@ import pytest
 
 from elixir import files as module
 from elixir.errors import ElixirError, FileError, InputError
-from elixir.files import BEGIN_BYTES, DIRECT_BYTES, FILES, Files, aligned_buffer
-from tests.common.file_faults import FailingFiles, Operation, RecordingFiles, ShortFiles
+from elixir.files import DIRECT_BYTES, FILES, Files, aligned_buffer
+from tests.common.file_faults import FailingFiles, RecordingFiles
 
 
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-def test_pieces_go_where_they_belong(tmp_path: Path) -> None:
-    with FILES.create(tmp_path / "a", 10) as file:
-        file.write(b"cd", 2)
-        file.write(memoryview(bytearray(b"ab")), 0)
-        file.sync()
-    assert (tmp_path / "a").read_bytes() == b"abcd" + bytes(6)
-    buffer = bytearray(8)
-    with FILES.open(tmp_path / "a") as file:
-        assert file.read_into(buffer, 1) == 8
-        assert file.read_into(bytearray(8), 7) == 3  # the file ends
-    assert bytes(buffer) == b"bcd" + bytes(5)
-    assert FILES.size(tmp_path / "a") == 10
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_short_transfers_are_carried_on(tmp_path: Path, seed: int) -> None:
-    files, content = ShortFiles(seed), os.urandom(300_000)
-    with files.create(tmp_path / "a") as file:
-        file.write(content, 5)
-    assert files.read_whole(tmp_path / "a") == bytes(5) + content
 
 
 def test_a_system_that_writes_nothing_is_no_endless_loop(tmp_path: Path) -> None:
@@ -122,60 +100,12 @@ def test_a_link_where_there_are_none_is_a_copy(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EIO
 
 
-def test_folders_are_made_with_names_that_survive(tmp_path: Path) -> None:
-    files = RecordingFiles()
-    files.make_folder(tmp_path / "a" / "b")
-    expected = [
-        Operation("make", str(tmp_path / "a")),
-        Operation("sync_folder", str(tmp_path)),
-        Operation("make", str(tmp_path / "a" / "b")),
-        Operation("sync_folder", str(tmp_path / "a")),
-    ]
-    assert files.log == expected
-    files.make_folder(tmp_path / "a" / "b")
-    assert files.log == expected
-    (tmp_path / "file").touch()
-    with pytest.raises(FileError):
-        files.make_folder(tmp_path / "file")
-
-
 def test_a_file_too_large_to_be_what_is_wanted_is_not_read(tmp_path: Path) -> None:
     with FILES.create(tmp_path / "a", 2**40):  # a hole; no byte is on the disk
         pass
     with pytest.raises(FileError) as caught:
         FILES.read_whole(tmp_path / "a", limit_bytes=1000)
     assert caught.value.errno == errno.EFBIG
-
-
-def test_what_is_written_does_not_pile_up_in_the_page_cache(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    class Watched(Files):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            seen.append(operation)
-            return super().call(operation, path, function, *args)
-
-    with Watched().create(tmp_path / "a", flush_every_bytes=1000) as file:
-        for number in range(10):
-            file.write(bytes(500), number * 500)
-    assert seen == ["create", *["write", "write", "sync", "drop"] * 5, "close"]
-
-
-def test_a_large_piece_goes_on_its_way_to_the_drive_at_once(tmp_path: Path) -> None:
-    begun: list[tuple[Any, ...]] = []
-
-    class Watched(Files):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            if operation == "drop":
-                begun.append(args[1:3])
-            return super().call(operation, path, function, *args)
-
-    with Watched().create(tmp_path / "a", flush_every_bytes=8 * BEGIN_BYTES) as file:
-        file.write(bytes(BEGIN_BYTES), 4096)
-        file.write(bytes(10), 0)  # the drive would get its page twice
-    with Watched().create(tmp_path / "b") as file:
-        file.write(bytes(BEGIN_BYTES), 0)  # the system decides when
-    assert begun == [(4096, BEGIN_BYTES)]
 
 
 @pytest.mark.parametrize("refusal", [None, "create", "write"])
@@ -211,20 +141,6 @@ def test_direct_transfers_off_a_block_are_refused(tmp_path: Path) -> None:
         for data, offset in ((bytes(100), 0), (bytes(DIRECT_BYTES), 5)):
             with pytest.raises(InputError, match="multiples of 4096"):
                 file.write(data, offset)
-
-
-def test_an_unnamed_file_is_gone_whatever_happens(tmp_path: Path) -> None:
-    def fail() -> None:
-        with FILES.create_unnamed(tmp_path) as file:
-            file.write(b"x", 0)
-            assert names(tmp_path) == []
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert names(tmp_path) == []
-    with pytest.raises(FileError, match="Input/output error"):  # not the error of a system without such files
-        FailingFiles(1, errno.EIO, only=("create",)).create_unnamed(tmp_path)
 
 
 def test_a_file_that_keeps_its_name_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from elixir.errors import (
 from elixir.plan.plan import Plan
 from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
-from tests.common.file_faults import FailingFiles, RecordingFiles, UnsyncedFiles
+from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.parity import Case, adamw, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
 
@@ -110,32 +110,6 @@ def test_the_last_ones_stay(run: Run, tmp_path: Path) -> None:
             checkpoints.load(run.state(), 500)
 
 
-def test_what_a_save_that_was_cut_off_left_goes_before_the_next_takes_room(run: Run, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, run.state(), wait=True, files=FILES)
-    left = tmp_path / "0123456789abcdef-rank-00000-of-00001.safetensors"
-    left.write_bytes(b"cut off")
-    files = RecordingFiles()
-    save_checkpoint(tmp_path, run.state(), wait=True, files=files)
-    removed = [change.name == "remove" and change.path == str(left) for change in files.log].index(True)
-    assert removed < [change.name for change in files.log].index("create")
-
-
-def test_only_steps_are_counted_and_go(run: Run, tmp_path: Path) -> None:
-    """A checkpoint with a name that somebody gave it stays, and a link to one is neither another one nor a way to it."""
-    runs = tmp_path / "runs"
-    with Checkpoints(runs, keep=2, wait=True, files=FILES) as checkpoints:
-        checkpoints.save(1, run.state())
-        save_checkpoint(runs / "best", run.state(), wait=True, files=FILES)
-        checkpoints.save(2, run.state())
-        (runs / "latest").symlink_to("step-00000002")
-        (runs / "step-00000009").symlink_to("best")
-        for step, kept in ((3, [2, 3]), (4, [3, 4])):
-            checkpoints.save(step, run.state())
-            assert [each for each in checkpoints.steps() if each != 9] == kept
-    assert verify(runs / "best") == ()
-    assert (runs / "latest").is_symlink()
-
-
 class CountingFiles(UnsyncedFiles):
     """Counts the bytes that are read of each file."""
 
@@ -162,22 +136,6 @@ def test_a_save_reads_only_how_the_indexes_next_to_it_begin(run: Run, tmp_path: 
         if keep is None:
             read = {path: files.read.get(str(path), 0) for path in tmp_path.glob(f"*/{INDEX_NAME}")}
             assert all(0 < count <= 256 for path, count in read.items() if path.parent.name < "step-00000003"), read
-
-
-def test_a_folder_is_the_one_that_was_meant_when_the_save_was_asked_for(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with Checkpoints("runs", files=FILES) as checkpoints:
-        for step, folder in ((1, tmp_path), (2, tmp_path / "elsewhere")):
-            saving = checkpoints.save(step, run.state())
-            monkeypatch.chdir(tmp_path / "elsewhere")
-            assert saving.wait().folder == folder / "runs" / f"step-0000000{step}"
-    save_checkpoint("missing/../there", run.state(), wait=True, files=FILES)
-    assert sorted(os.listdir()) == ["runs", "there"]
-    for name in ("../runs/step-00000001", "runs/step-00000002", "there"):
-        assert verify(name) == ()
 
 
 def test_a_damaged_one_is_left_out_and_may_be_saved_again(
@@ -453,58 +411,6 @@ def test_host_memory_keeps_to_the_plan_during_a_save(
         assert 0.95 * plan.predicted.host_peak_bytes <= arena.peak_bytes["host"] <= plan.predicted.host_peak_bytes
         assert report is not None
         assert "host_peak" not in report.surprises()
-
-
-def test_a_second_save_waits_for_the_first_and_one_may_follow_a_load_at_once(tmp_path: Path) -> None:
-    with Run(*planned("cnn", "mixed"), adamw) as run:
-        run.train(1)
-        bits = []
-        for number in range(3):
-            saving = save_checkpoint(tmp_path / str(number), run.state(), files=Slow())
-            before = save_checkpoint(tmp_path / str(number), run.state(), files=FILES) if number == 2 else saving
-            assert saving.done() is (number == 2)
-            before.wait()
-            bits.append(run.bits())
-            run.train(1)
-        for number in (1, 0, 2):
-            load_checkpoint(tmp_path / str(number), run.state(), files=FILES)
-            saving = save_checkpoint(tmp_path / "again", run.state(), files=Slow())
-            run.train(1)
-            saving.wait()
-            load_checkpoint(tmp_path / "again", run.state(), files=FILES)
-            assert differing(bits[number], run.bits()) == []
-
-
-def test_everything_else_that_writes_waits_for_what_is_read(tmp_path: Path) -> None:
-    """A slow disk and no pool: writes, moves and evaluation while a checkpoint is written."""
-    it, plan = planned("cnn", "mixed")
-    with Run(it, plan, adamw) as run:
-        run.train(2)
-        expected = run.bits()
-        zeros = {name: torch.zeros_like(value) for name, value in run.module.state_dict().items()}
-
-        def evaluate() -> None:
-            run.module.eval()
-            with torch.no_grad():
-                run.case.loss(run.module, run.case.inp)
-            run.module.train()
-
-        def write() -> None:
-            with run.module.gathered(write=True), torch.no_grad():
-                next(run.module.module.parameters()).data.zero_()
-
-        other = make_plan(it, "resident", split_number=8)
-        moves = [evaluate, write, lambda: run.module.load_state_dict(zeros), lambda: run.train(2)]
-        moves += [lambda: run.module.rehome(other), lambda: run.optimizer.load_state_dict(run.optimizer.state_dict())]
-        for number, move in enumerate(moves):
-            folder = tmp_path / str(number)
-            user = UserState.of(run.state())
-            saving = Saves.of(user.states).start(user, SaveOptions(folder, files=Slow(), pool_bytes=0))
-            move()
-            saving.wait()
-            if number:
-                load_checkpoint(folder, run.state(), files=FILES)
-            assert differing(expected, run.bits()) == [], number
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("resident", None), ("resident", "bfloat16"), ("streamed", None)])

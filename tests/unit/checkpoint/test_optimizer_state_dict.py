@@ -17,7 +17,6 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk.lanes import Emulation
 from elixir.errors import CheckpointMismatch, InputError, InputTypeError
-from elixir.wrapper import ElixirModule
 from tests.common import gpu
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import MODES, ROUNDED, Pair, adamw, case, distance, make_plan
@@ -97,16 +96,6 @@ def test_a_step_that_is_under_way_ends_before_states_or_weights_are_loaded() -> 
         assert not any(found[name].any() for name, _ in pair.plain.named_parameters())
 
 
-def test_a_weight_without_a_state_has_none_afterwards() -> None:
-    it = case("opt")
-    with Run(it, make_plan(it, "mixed"), adamw) as run:
-        before = copy.deepcopy(run.optimizer.state_dict())
-        assert before["state"] == {}
-        run.train(2)
-        run.optimizer.load_state_dict(before)
-        assert run.optimizer.state_dict()["state"] == {}
-
-
 def test_what_is_none_is_refused() -> None:
     it = case("opt")
     with Run(it, make_plan(it, "mixed"), adamw) as run:
@@ -127,21 +116,6 @@ def test_what_is_none_is_refused() -> None:
         with pytest.raises(InputError, match="not one of Adam"):
             run.optimizer.load_state_dict(other)
         assert same(run.optimizer.state_dict(), before)
-
-
-def test_a_model_on_meta_starts_from_a_checkpoint(tmp_path: Path) -> None:
-    it = case("gpt2")
-    with Run(it, make_plan(it, "mixed", unified_dtype="bfloat16"), adamw) as run:
-        run.train(2)
-        expected = run.module.state_dict()
-        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=UnsyncedFiles())
-    model = copy.deepcopy(it.model).to("meta")
-    model.tie_weights()
-    plan = make_plan(it, "streamed", unified_dtype="bfloat16")
-    module = ElixirModule(model, plan, weights=tmp_path / "run", device=gpu.DEVICE)
-    found = module.state_dict()
-    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 def _decaying(cls: type, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:

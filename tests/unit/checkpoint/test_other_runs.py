@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,11 @@ from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.checkpoint_format.slices import Piece
 from elixir.errors import CheckpointError
 from elixir.files import Files
-from elixir.kernels.adam.moments import make_moments, read_moments, write_moments
 from tests.common import gpu
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
-from tests.common.parity import Case, adamw, case, distance, hf_loss, make_plan
-from tests.common.resuming import Run, differing, two_groups
-from tests.common.tiny_models import tiny
+from tests.common.parity import Case, adamw, case, distance, make_plan
+from tests.common.resuming import Run, two_groups
 
 FILES = UnsyncedFiles()
 
@@ -39,45 +36,6 @@ def saved_run(it: Case, folder: Path, **options: Any) -> dict[str, torch.Tensor]
         run.train(2)
         save_checkpoint(folder, run.state(), wait=True, files=FILES)
         return {name: value.clone() for name, value in run.module.state_dict().items()}
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize(
-    ("theirs", "mine"), [("float32", "8bit"), ("bfloat16", "8bit"), ("8bit", "float32"), ("float32", "bfloat16")]
-)
-def test_moments_of_another_kind_are_rounded_once(theirs: str, mine: str, tmp_path: Path) -> None:
-    """The result has the bits that writing the saved values gives, and a line says so."""
-    it, dtype = case("opt", layers=1), "bfloat16"
-    weights = saved_run(it, tmp_path / "run", unified_dtype=dtype, moments=theirs)
-    with Run(it, make_plan(it, "streamed", unified_dtype=dtype, moments=mine), two_groups()) as run:
-        run.train(1)
-        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
-        assert not loaded.exact
-        assert f"moments saved in {theirs} are kept in {mine} here, to the nearest value" in loaded.notes
-        assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
-        found = run.optimizer.state_dict()["state"]
-        with open_checkpoint(tmp_path / "run") as saved:
-            expected = saved.optimizer_state_dict()["state"]
-        assert found.keys() == expected.keys()
-        for number, state in expected.items():
-            values = [state[kind].reshape(-1) for kind in ("exp_avg", "exp_avg_sq")]
-            moments = make_moments(len(values[0]), mine)
-            write_moments(moments, 0, *values)
-            for kind, value in zip(("exp_avg", "exp_avg_sq"), read_moments(moments, len(values[0]), 0), strict=True):
-                assert torch.equal(found[number][kind].reshape(-1), value), (number, kind)
-        run.train(1)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("theirs", "mine"), [(None, "bfloat16"), ("bfloat16", None)])
-def test_masters_are_the_weights_of_a_run_in_float32(theirs: str | None, mine: str | None, tmp_path: Path) -> None:
-    it = case("opt", layers=1)
-    weights = saved_run(it, tmp_path / "run", unified_dtype=theirs)
-    with Run(it, make_plan(it, "mixed", unified_dtype=mine), two_groups()) as run:
-        loaded = load_checkpoint(tmp_path / "run", run.state(), files=FILES)
-        assert loaded.exact, loaded.notes
-        assert all(torch.equal(value, weights[name]) for name, value in run.module.state_dict().items())
-        run.train(1)
 
 
 @pytest.mark.parametrize("formats", [(0, 1), (1, 0)])
@@ -121,31 +79,6 @@ def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         scheduler.step()
         optimizer.zero_grad()
     assert distance([weights[name] for name in plain.state_dict()], list(plain.state_dict().values())) <= rounded
-
-
-def test_adapters_are_saved_without_the_model_below(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    base = tiny("llama", layers=1)
-
-    def adapted(seed: int) -> Case:
-        torch.manual_seed(seed)
-        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        return Case(peft.get_peft_model(copy.deepcopy(base), config), case("llama").inp, hf_loss)
-
-    it = adapted(0)
-    plan = make_plan(it, "mixed")
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        save_checkpoint(tmp_path / "run", run.state(), wait=True, frozen=False, files=FILES)
-        run.train(1)
-        expected = run.bits()
-    with open_checkpoint(tmp_path / "run") as saved:
-        assert saved.index.names
-        assert all("lora_" in name for name in saved.index.names)
-    with Run(replace(it, model=adapted(1).model), plan, two_groups()) as run:
-        assert load_checkpoint(tmp_path / "run", run.state(), files=FILES).exact
-        run.train(1)
-        assert differing(expected, run.bits()) == []
 
 
 class HeldFiles(UnsyncedFiles):

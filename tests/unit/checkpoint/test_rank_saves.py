@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from elixir.checkpoint import Checkpoints, PerRank, load_checkpoint, save_checkpoint
+from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint import loading as module
-from elixir.checkpoint import saving as saving_of
 from elixir.checkpoint.shared_folder import HeartbeatGroup
 from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import slice_reader, slices
@@ -25,7 +23,6 @@ from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk import group
 from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened
-from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
@@ -56,34 +53,6 @@ def state_of(run: Rank, **more: Any) -> dict[str, Any]:
 # --- one rank --------------------------------------------------------------------------------------------------------
 
 
-def test_a_load_waits_for_the_save_under_way_and_finds_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run, held = Rank(ONE, 0), HeldFiles()
-    assert Checkpoints(tmp_path / "none", files=FILES).load(state_of(run)) is None
-    with Checkpoints(tmp_path, files=FILES) as first:
-        first.save(1, state_of(run))
-    second = Checkpoints(tmp_path, files=held)
-    second.save(2, state_of(run))
-    assert held.written.wait(20)
-    threading.Timer(0.05, held.go.set).start()
-    loaded = Checkpoints(tmp_path, files=FILES).load(state_of(run))
-    assert loaded is not None
-    assert loaded.step == 2
-    Checkpoints(tmp_path, files=FailingFiles(2)).save(3, state_of(run))
-    caplog.clear()
-    loaded = first.load(state_of(run))
-    assert loaded is not None
-    assert loaded.step == 2
-    assert "going on after a save that failed" in caplog.text
-    assert first.steps() == [1, 2]
-    assert first.latest() == tmp_path / "step-00000002"
-    held = HeldFiles()
-    save_checkpoint(tmp_path / "one", state_of(run), files=held)
-    assert held.written.wait(20)
-    threading.Timer(0.05, held.go.set).start()
-    assert load_checkpoint(tmp_path / "one", state_of(run), files=FILES).exact
-    run.module.rehome(run.it.plan)  # after loads and saves, none of which is under way
-
-
 def test_chunks_move_once_a_save_has_read_them(tmp_path: Path) -> None:
     run, going = Rank(ONE, 0), threading.Event()
 
@@ -100,37 +69,6 @@ def test_chunks_move_once_a_save_has_read_them(tmp_path: Path) -> None:
     going.set()
     moving.join()
     run.module.close()
-
-
-def test_a_save_names_the_form_of_moments_if_it_has_any(tmp_path: Path) -> None:
-    run = Rank(ONE, 0)
-    for name, state, expected in (("all", state_of(run), "float32"), ("weights", {"model": run.module}, None)):
-        save_checkpoint(tmp_path / name, state, wait=True, files=FILES)
-        with open_checkpoint(tmp_path / name) as saved:
-            assert saved.index.moments == expected
-    run.module.close()
-
-
-def test_the_thread_of_a_save_waits_for_the_step_before_it_and_the_caller_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, begins, waited = Rank(ONE, 0), threading.Event(), set[str]()
-    wait = ChunkStates.wait
-
-    def begin_and_wait(states: ChunkStates) -> None:
-        waited.add(threading.current_thread().name)
-        threading.Timer(0.02, begins.set).start()  # a thread that does not wait reads what the step has not changed
-        wait(states)
-
-    monkeypatch.setattr(ChunkStates, "wait", begin_and_wait)
-    run.step(0)
-    run.module.settle()
-    inside.lane(run.module, "host_adam").submit(lambda: begins.wait(20))
-    run.step(1)
-    save_checkpoint(tmp_path, state_of(run), wait=True, files=FILES)
-    assert waited == {"elixir save"}
-    with open_checkpoint(tmp_path) as saved:
-        assert all(torch.equal(saved.weights()[name], each) for name, each in run.weights().items())
 
 
 def test_norms_are_asked_for_after_a_load_if_they_were_before_the_save(tmp_path: Path) -> None:
@@ -172,18 +110,6 @@ def test_a_save_reports_the_error_of_the_one_before_if_nobody_has_seen_it(tmp_pa
         failed.wait()
     assert isinstance(caught.value.__cause__, FileError)
     assert save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES).done(), "it was seen"
-    run.module.close()
-
-
-def test_saves_share_memory_for_copies_until_its_size_changes(tmp_path: Path) -> None:
-    run = Rank(ONE, 0)
-    run.step(0)
-    made = []
-    for number in range(3):
-        save_checkpoint(tmp_path / "a", state_of(run), wait=True, files=FILES)
-        made.append(inside.checkpoint_pool(run.module))
-        run.step(number + 1)
-    assert made[0] is made[1] is made[2]
     run.module.close()
 
 
@@ -322,91 +248,6 @@ def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, state_of(run, own=PerRank(0)), files=FILES)
     load_checkpoint(tmp_path, state_of(run), files=FILES)
     run.module.close()
-
-
-def test_of_replicas_the_first_writes_their_shard_and_counts_its_bytes(tmp_path: Path) -> None:
-    """The others let go of their states while it writes. Rank 0's values are written once for all."""
-    go = threading.Event()
-    free = threading.Barrier(2, go.set)
-
-    class Held(UnsyncedFiles):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            if operation == "write":
-                assert go.wait(20)
-            return super().call(operation, path, function, *args)
-
-    def work(rank: int) -> tuple[int, bool]:
-        run = Rank(Situation(size=4, replicas=2, homes="host"), rank)
-        run.step(0)
-        before = run.weights()
-        saving = save_checkpoint(tmp_path, state_of(run, t=torch.ones(3)), files=FILES if rank > 1 else Held())
-        if rank > 1:
-            saving.snapshot.wait_for_live()
-            free.wait(20)
-        saving.wait()
-        run.step(1)
-        load_checkpoint(tmp_path, state_of(run, t=torch.zeros(3)), files=FILES)
-        same = all(torch.equal(before[name], each) for name, each in run.weights().items())
-        run.module.close()
-        return saving.nbytes, same
-
-    found = results(4, work)
-    assert all(same for _, same in found)
-    files = sorted(path.name.partition("-")[2] for path in tmp_path.glob("*.safetensors"))
-    with open_checkpoint(tmp_path) as saved:
-        assert saved.index.world_size == 4
-        sizes = {key: each.numel * each.itemsize for key, each in saved.index.tensors.items()}
-    states = sum(nbytes for key, nbytes in sizes.items() if key[:6] in ("weight", "exp_av"))
-    own = [sum(nbytes for key, nbytes in sizes.items() if f"rng[{rank}]" in key) for rank in range(4)]
-    assert sum("shard" in name for name in files) == 2, files
-    assert sum("shared" in name for name in files) == 1, files
-    assert sum(nbytes for nbytes, _ in found) == states + sum(own)
-    assert [nbytes == own[rank] for rank, (nbytes, _) in enumerate(found)] == [False, False, True, True]
-
-
-def test_a_rank_whose_save_has_failed_trains_on_before_the_others_know(tmp_path: Path) -> None:
-    free = threading.Event()
-
-    class Held(UnsyncedFiles):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            assert operation != "write" or free.wait(20)
-            return super().call(operation, path, function, *args)
-
-    def work(rank: int) -> str:
-        run = Rank(Situation(), rank)
-        files = FailingFiles(1, only=("write",)) if rank else Held()
-        saving = save_checkpoint(tmp_path, state_of(run), files=files)
-        if rank:
-            saving.snapshot.wait_for_live()
-            free.set()
-        with pytest.raises(CheckpointError) as caught:
-            saving.wait()
-        run.module.close()
-        return str(caught.value)
-
-    one, two = results(2, work)
-    assert one == two
-    assert one.startswith("rank 1: cannot write")
-
-
-def test_each_file_system_gets_the_values_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks on machines with separate disks, where the same path is another folder."""
-    here = threading.local()
-    monkeypatch.setattr(saving_of, "absolute", lambda folder: tmp_path / f"machine {here.rank}" / folder)
-
-    def work(rank: int) -> None:
-        here.rank = rank
-        run = Rank(Situation(), rank)
-        save_checkpoint("run", state_of(run, t=torch.full((3,), float(rank))), wait=True, files=FILES)
-        run.module.close()
-
-    results(2, work)
-    for rank in range(2):
-        folder = tmp_path / f"machine {rank}" / "run"
-        assert len(list(folder.glob("*-rank-*"))) == 1
-        (shared,) = folder.glob("*-shared*")
-        (values,) = (each for key, each in load_file(shared).items() if key.endswith("/t"))
-        assert values.tolist() == [0.0] * 3
 
 
 # --- reading into memory of any kind ---------------------------------------------------------------------------------

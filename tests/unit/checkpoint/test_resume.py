@@ -93,23 +93,6 @@ def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> 
     check(it, make_plan(it, mode), two_groups(), tmp_path / "run", max_norm=0.5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "moments"),
-    [
-        ("mixed", "8bit"),
-        pytest.param("mixed", "float32", marks=pytest.mark.slow),
-        pytest.param("mixed", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("resident", "float32", marks=pytest.mark.slow),
-        ("resident", "bfloat16"),
-        pytest.param("resident", "8bit", marks=pytest.mark.slow),
-    ],
-)
-def test_bfloat16_with_every_kind_of_moments(mode: str, moments: str, tmp_path: Path) -> None:
-    it = case("gpt2")  # its embeddings are tied
-    plan = make_plan(it, mode, unified_dtype="bfloat16", moments=moments)
-    check(it, plan, two_groups(), tmp_path / "run", writes=mode == "resident")
-
-
 @pytest.mark.parametrize("split_number", [8, 3])
 def test_float32_weights_with_8_bit_moments(split_number: int, tmp_path: Path) -> None:
     """No block of codes is shared by parameters, so codes go into other chunks as they are."""
@@ -139,22 +122,6 @@ def test_float32_weights_with_8_bit_moments(split_number: int, tmp_path: Path) -
 def test_other_optimizers(make: Make, tmp_path: Path) -> None:
     it = case("cnn")  # batch norm has buffers
     check(it, make_plan(it, "mixed", optimizer_type="AdamW"), make, tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("homes", "max_norm"),
-    [
-        ("streamed", 1e9),
-        pytest.param("mixed", 0.5, marks=pytest.mark.slow),
-        pytest.param("states", 0.0, marks=pytest.mark.slow),
-    ],
-)
-def test_new_states_in_backward(homes: str, max_norm: float, tmp_path: Path) -> None:
-    """States that are exchanged while the save still reads the old ones."""
-    it = case("gpt2")
-    plan = all_early(rehomed(make_plan(it, "streamed"), homes))
-    assert plan.has_early_updates
-    check(it, plan, two_groups(), tmp_path / "run", max_norm=max_norm)
 
 
 def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ import torch
 
 from elixir.checkpoint.saving import SaveOptions
 from elixir.checkpoint.shared_folder import HeartbeatGroup, SharedFolder, newest_of_all
-from elixir.checkpoint_format.folders import commit, read_index
+from elixir.checkpoint_format.folders import read_index
 from elixir.checkpoint_format.index import INDEX_NAME, PREVIOUS_NAME, Index
 from elixir.checkpoint_format.slices import WrittenFile
 from elixir.errors import CheckpointError, FileError
@@ -109,17 +108,6 @@ def machines(tmp_path: Path) -> Machines:
     return Machines(tmp_path)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_ranks_find_out_who_shares_their_folder(tmp_path: Path, apart: bool) -> None:
-    folders = [tmp_path / (machine if apart else "one") / "step" for machine in MACHINES]
-    found = together(lambda rank, ranks: SharedFolder.found(folders[rank], "0badcafe", rank, ranks, UnsyncedFiles()))
-    expected = [((0, 2), 2), ((1, 3), 2)] * 2 if apart else [((0, 1, 2, 3), 1)] * 4
-    assert [(each.ranks, each.count) for each in found] == expected
-    assert [each.leads for each in found] == ([True, True, False, False] if apart else [True, False, False, False])
-    assert [each.folder for each in found] == folders
-    assert not any(list(folder.iterdir()) for folder in folders), "the marks are gone"
-
-
 def test_one_rank_is_alone_and_makes_its_folder(tmp_path: Path) -> None:
     files = RecordingFiles()
     (alone,) = together(lambda rank, ranks: SharedFolder.found(tmp_path / "x", "0badcafe", rank, ranks, files), size=1)
@@ -133,11 +121,6 @@ def test_the_newest_of_all_is_the_first_that_all_have() -> None:
     assert newest_of_all([["b", "a"], ["b"]]) == "b"
     assert newest_of_all([["b", "a"], ["a"], ["c", "a"]]) == "a"
     assert newest_of_all([["b"], []]) is None
-
-
-def test_a_number_is_above_those_on_all_machines(machines: Machines) -> None:
-    save(machines.b.parent / "other", TENSORS, sequence=41)
-    assert together(lambda rank, ranks: machines.shared(rank, ranks).next_sequence()) == [42] * RANKS
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -219,19 +202,6 @@ def test_a_first_commit_that_fails_elsewhere_leaves_no_checkpoint(tmp_path: Path
     ]
 
 
-def test_what_a_cut_off_commit_left_is_ended_alike_on_all_machines(machines: Machines) -> None:
-    """One machine had committed when all were killed: the checkpoint before is what both have."""
-    index = machines.new(machines.a)
-    machines.new(machines.b, like=index)
-    commit(machines.a, index)
-    assert PREVIOUS_NAME in machines.names(machines.a)
-    found = together(lambda rank, ranks: machines.shared(rank, ranks).clean_up())
-    assert found == [machines.before.id] * RANKS
-    for folder in (machines.a, machines.b):
-        assert read_index(folder).id == machines.before.id
-        assert machines.names(folder) == {INDEX_NAME, *machines.before.files}
-
-
 def test_machines_with_nothing_in_common_keep_what_each_has(machines: Machines) -> None:
     own = save(machines.b, TENSORS, world_size=1)
     found = together(lambda rank, ranks: machines.shared(rank, ranks).clean_up())
@@ -284,27 +254,6 @@ class Slow(UnsyncedFiles):
         if operation == "remove":
             time.sleep(0.01)
         return super().call(operation, path, function, *args)
-
-
-def test_nobody_goes_on_while_a_leader_removes_files(tmp_path: Path) -> None:
-    """Otherwise a rank could write its next file, and see it removed."""
-    machines = Machines(tmp_path)
-    machines.files = [Slow() for _ in MACHINES]
-    left = [name for folder in (machines.a, machines.b) for name in machines.new(folder).files]
-    roots = [folder.parent for folder in machines.folders]
-    for root, step in itertools.product(roots[:2], (1, 2)):
-        save(root / f"step-0000000{step}", TENSORS, world_size=2, sequence=step)
-
-    def run(rank: int, ranks: HeartbeatGroup) -> tuple[set[str], bool]:
-        shared = machines.shared(rank, ranks)
-        shared.clean_up()
-        seen = machines.names(machines.folders[rank])
-        dataclasses.replace(shared, folder=roots[rank] / "step-00000002").retain(1)
-        return seen, (roots[rank] / "step-00000001").exists()
-
-    for seen, exists in together(run):
-        assert not seen & set(left)
-        assert not exists
 
 
 def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Machines) -> None:

@@ -162,18 +162,6 @@ def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     snapshot.release(0)
 
 
-def test_without_room_for_copies_no_update_waits_for_a_save_that_another_has_failed() -> None:
-    chunks = [Chunk(0, 100), Chunk(1, 100)]
-    chunks[1].broken = True
-    snapshot = Snapshot(chunks, pool_of(0), CPU)
-    snapshot.release(1)
-    update = threading.Thread(target=snapshot.release, args=(0,), daemon=True)
-    update.start()
-    update.join(timeout=60)
-    assert not update.is_alive()
-    snapshot.end()
-
-
 def test_a_save_that_failed_holds_nobody_up() -> None:
     chunks = [Chunk(0, 1000), Chunk(1, 1000)]
     snapshot = Snapshot(chunks, pool_of(0), CPU)
@@ -194,72 +182,6 @@ def test_a_save_that_failed_holds_nobody_up() -> None:
     snapshot.release(1)
     snapshot.wait_for_live()
     assert 0.02 < snapshot.stall_s < 60
-
-
-def test_the_second_of_two_updates_waits_until_the_first_has_copied() -> None:
-    """Both are about to change one chunk: one on the lane of the host's steps, one of a forward that writes to it."""
-    copying, go = threading.Event(), threading.Event()
-
-    class Slow(Flat):
-        def values(self, first: int, stop: int) -> torch.Tensor:
-            copying.set()
-            assert go.wait(60)
-            return super().values(first, stop)
-
-    chunk = Chunk(0, 100)
-    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
-    snapshot = Snapshot([chunk], pool_of(1 << 20), CPU)
-    first = threading.Thread(target=snapshot.release, args=(0,))
-    first.start()
-    assert copying.wait(60)
-    returned = threading.Event()
-
-    def release_and_write() -> None:
-        snapshot.release(0)
-        returned.set()
-        chunk.tensors["a/0"].fill_(7)
-
-    second = threading.Thread(target=release_and_write)
-    second.start()
-    while not inside.updates_waiting(snapshot) and not returned.is_set():  # it has come to wait, or has not waited
-        time.sleep(1e-3)
-    go.set()
-    first.join()
-    second.join()
-    sink = Sink(random.Random(0), 0)
-    snapshot.write(sink.write, lambda: None)
-    assert torch.equal(sink.tensor("a/0", torch.float32), torch.zeros(100))
-
-
-def test_a_save_that_ends_leaves_the_pool_to_others_when_an_update_has_copied_into_it() -> None:
-    copying, go, ended = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow(Flat):
-        def values(self, first: int, stop: int) -> torch.Tensor:
-            copying.set()
-            assert go.wait(60)
-            return super().values(first, stop)
-
-    chunk, pool = Chunk(0, SPAN), pool_of(1 << 12)
-    chunk.read = lambda: {"a/0": Slow(chunk.tensors["a/0"])}  # type: ignore[method-assign]
-    snapshot, taken = Snapshot([chunk], pool, CPU), list[int]()
-
-    def end() -> None:
-        snapshot.end()
-        taken.append(inside.taken_bytes(pool))
-        ended.set()
-
-    update = threading.Thread(target=snapshot.release, args=(0,))
-    update.start()
-    assert copying.wait(60)
-    ending = threading.Thread(target=end)
-    ending.start()
-    ended.wait(0.1)  # without a wait it is over by then
-    held = inside.taken_bytes(pool)
-    go.set()
-    update.join(60)
-    ending.join(60)
-    assert (held, taken) == (aligned(4 * SPAN), [0])
 
 
 def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
@@ -308,26 +230,6 @@ def waiting(snapshot: Snapshot, index: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(("asked", "order"), [((), [0, 1, 2, 3]), ((0,), [0, 3, 2, 1]), ((0, 2), [0, 2, 3, 1])])
-def test_the_writer_goes_on_from_the_far_end_and_first_to_what_is_waited_for(
-    asked: tuple[int, ...], order: list[int]
-) -> None:
-    chunks = [Chunk(index, 1) for index in range(4)]
-    snapshot, written, threads = Snapshot(chunks, pool_of(0), CPU), list[int](), list[threading.Thread]()
-
-    def write(key: str, number: int, data: memoryview) -> None:
-        if key.startswith("a/"):
-            if not written:
-                threads.extend(waiting(snapshot, index) for index in asked)
-            written.append(int(key[2:]))
-
-    snapshot.write(write, lambda: None)
-    snapshot.end()
-    for thread in threads:
-        thread.join(20)
-    assert written == order
-
-
 def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> None:
     """The writer is done with the first of four spans when memory in the pool is given back."""
     numel = 3 * SPAN // 4 + 1
@@ -357,43 +259,6 @@ def test_an_update_copies_what_is_left_of_a_chunk_as_soon_as_there_is_room() -> 
     rest = (numel * 4 - SPAN, numel * 2)
     assert snapshot.copied_bytes == sum(map(aligned, rest))
     assert not inside.taken_bytes(pool)
-
-
-def test_whoever_writes_to_all_chunks_waits_until_none_is_read() -> None:
-    chunks, pool = [Chunk(0, SPAN), Chunk(1, SPAN)], pool_of(1 << 12)
-    snapshot, said, threads = Snapshot(chunks, pool, CPU), list[str](), list[threading.Thread]()
-
-    def load() -> None:
-        snapshot.wait_for_live()
-        said.append("free")
-
-    def write(key: str, number: int, data: memoryview) -> None:
-        if not threads:
-            snapshot.release(1)  # has a copy, which is written later
-            threads.append(threading.Thread(target=load))
-            threads[0].start()
-            time.sleep(0.02)
-        said.append(key)
-        if key == "a/1":
-            threads[0].join(20)
-
-    snapshot.write(write, lambda: None)
-    threads[0].join(20)
-    assert said.index("b/0") < said.index("free") < said.index("b/1")
-
-
-def test_a_step_says_how_long_it_waited_for_a_save() -> None:
-    snapshot = Snapshot([Chunk(0, 10)], pool_of(0), CPU)
-
-    def write(key: str, number: int, data: memoryview) -> None:
-        if key == "a/0":
-            threads.append(waiting(snapshot, 0))
-            time.sleep(0.05)
-
-    threads: list[threading.Thread] = []
-    snapshot.write(write, lambda: None)
-    threads[0].join(20)
-    assert 0.05 <= snapshot.stall_s < 10
 
 
 class OnDevice(torch.Tensor):

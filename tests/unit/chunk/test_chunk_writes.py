@@ -78,24 +78,6 @@ def test_each_rank_has_its_part_of_each_parameter(ranks: int, number: int) -> No
 
 
 @pytest.mark.parametrize(("ranks", "resident", "masters"), list(itertools.product(RANKS, (True, False), (True, False))))
-def test_values_are_written_to_all_that_holds_them(ranks: int, resident: bool, masters: bool) -> None:
-    """Masters take the values as they are, weights round them; the other parameters stay zero."""
-    values = FINE * torch.arange(1.0, 6.0)
-    for rank in range(ranks):
-        it = made(rank, ranks, resident=resident, masters=masters)
-        chunk, slot = it.chunk, it.chunk.slots[2]
-        chunk.write(slot, values)
-        expected = torch.zeros(NUMEL)
-        expected[8:13] = values
-        assert chunk.writes == len(it.announced) == 1
-        if chunk.weights is not None:
-            assert torch.equal(chunk.weights, expected.bfloat16())
-        assert torch.equal(chunk.shard_weights, expected.bfloat16()[chunk.mine])
-        if chunk.masters is not None:
-            assert torch.equal(chunk.masters, expected[chunk.mine])
-
-
-@pytest.mark.parametrize(("ranks", "resident", "masters"), list(itertools.product(RANKS, (True, False), (True, False))))
 def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: bool, masters: bool) -> None:
     """Gathered weights are taken home: masters keep their digits where the weights say the same."""
     gathered = torch.zeros(NUMEL, dtype=torch.bfloat16)
@@ -141,16 +123,6 @@ def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
     chunk.follow_writes()
     assert asked == [False, False, True]
     assert chunk.masters[8:13].tolist() == [4.0, *[FINE] * 4]
-
-
-@pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("returned", [True, False])
-def test_new_states_take_the_place_of_what_the_optimizer_stepped(masters: bool, returned: bool) -> None:
-    chunk = made(resident=False, masters=masters).chunk
-    before, new = chunk.shard, [torch.ones(NUMEL), torch.ones(NUMEL, dtype=torch.bfloat16)]
-    chunk.exchange_state(new[0], new[1] if returned else None)
-    assert chunk.masters is (new[0] if masters else None)
-    assert chunk.shard is ((new[1] if returned else before) if masters else new[0])
 
 
 @pytest.mark.parametrize("masters", [True, False])
@@ -258,25 +230,6 @@ def test_memory_for_gradients_is_there_from_the_start_on_the_host_if_a_plan_fore
     assert arena.parts(home) == ({"gradients": 16} if home == "host" else {})
 
 
-@pytest.mark.parametrize("home", ["host", "device"])
-def test_gradients_that_a_rank_keeps_are_where_its_chunk_is_updated(home: Any) -> None:
-    """Meta takes the part of a device, so that memory of the host is elsewhere."""
-    arena = Arena(torch.device("meta"))
-    assert arena.make(8, torch.float32, home, "weights").tensor.device.type == {"host": "cpu", "device": "meta"}[home]
-    plan = ChunkPlan("float32", True, 8, (ParamSlot("p", 0, 8),), "device", home, True)
-    chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8))], rank=0, world_size=2)
-    gradient = ChunkGradient(chunk, arena)
-    opened = GradientBlocks(arena, 1, 32).open(chunk)
-    opened.arrived.add("p")
-    kept = gradient.keep(opened, arena.device)
-    assert kept.memory.tensor.device.type == {"host": "cpu", "device": "meta"}[home]
-    assert kept.arrived == {"p"}
-    gradient.make_memory()
-    assert gradient.memory.tensor.device.type == {"host": "cpu", "device": "meta"}[home]
-    gradient.clear()
-    assert gradient.memory.tensor.numel() == (4 if home == "host" else 0)
-
-
 def chunk_of(*shapes: tuple[int, ...]) -> Chunk:
     parameters, slots, at = [nn.Parameter(torch.zeros(shape)) for shape in shapes], list[ParamSlot](), 0
     for number, parameter in enumerate(parameters):
@@ -326,33 +279,6 @@ def test_a_large_gradient_leaves_from_where_it_lies(overlap: bool) -> None:
         assert arena.parts("device")["gradient_blocks"] == blocks_bytes
 
 
-def test_a_device_keeps_adopted_memory_until_the_stream_that_waited_has_come_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
-
-        def record_stream(self, stream: str) -> None:
-            calls.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
-    arena, chunk = Arena(CPU), chunk_of((4, 5))
-    blocks = GradientBlocks(arena, 1, 64)
-    opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=True)
-    assert opened is not None
-    blocks.give_back(opened.memory)
-    assert calls == ["compute"]
-    opened = blocks.adopt(chunk, torch.randn(4, 5).as_subclass(OnDevice), counted=False)
-    assert opened is not None
-    make_lanes(CPU).offload.submit(lambda: None, reads=[opened.memory])
-    blocks.leave(opened)
-    blocks.wait_for_last()
-    assert calls == ["compute"] * 2
-    assert arena.parts("device") == {"gradient_blocks": 64}
-
-
 def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
     chunk = make_chunk(0)
     blocks = GradientBlocks(Arena(CPU), 2, chunk.weight_bytes)
@@ -384,13 +310,6 @@ def test_a_parameter_keeps_its_layout_if_that_is_dense(
 ) -> None:
     slot = Slot.of(nn.Parameter(parameter), ParamSlot("p", 0, 12), torch.float32, CPU)
     assert (slot.stride, slot.order, slot.placeholder.stride()) == (stride, order, stride)
-
-
-@pytest.mark.parametrize(("ranks", "resident", "where"), list(itertools.product((1, 2), (True, False), range(3))))
-def test_a_forward_may_write_where_masters_are_in_memory_or_follow(ranks: int, resident: bool, where: int) -> None:
-    chunk, elsewhere = made(0, ranks, resident=resident).chunk, SimpleNamespace()
-    chunk.stored, chunk.filed = [(None, None), (elsewhere, None), (None, elsewhere)][where]  # type: ignore[assignment]
-    assert chunk.may_be_written_inside == (where == 0 or (ranks == 1 and resident))
 
 
 def test_weights_in_a_file_take_no_others() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import elixir.access.interception  # noqa: F401  registers what operators on marked memory reach
-import elixir.chunk.chunk as chunk_file
 from elixir import torch_private
 from elixir.access.placeholders import is_absent
 from elixir.chunk import memory as block_pool
-from elixir.chunk.chunk import Chunk, ChunkState, become_real
+from elixir.chunk.chunk import Chunk, ChunkState
 from elixir.chunk.gradients.gradient_flow import FlowOptions, GradientFlow
 from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
@@ -66,43 +64,6 @@ def test_only_transitions_of_the_table(old: ChunkState, new: ChunkState) -> None
     assert chunk.state is old
 
 
-@pytest.mark.parametrize("state", [ChunkState.FETCHING, ChunkState.CACHED])
-def test_a_pinned_chunk_keeps_its_block(state: ChunkState) -> None:
-    chunk = make_chunk()
-    bring(chunk, state, torch.zeros(384))
-    chunk.pins = 2
-    with pytest.raises(StateError, match="2 pins"):
-        chunk.to(ChunkState.HOME)
-    chunk.pins = 0
-    chunk.to(ChunkState.HOME)
-
-
-def test_parameters_point_where_the_weights_are() -> None:
-    chunk, memory = make_chunk(), torch.arange(384.0)
-    parameters = [slot.parameter for slot in chunk.slots]
-    chunk.hold_placeholders()
-    for parameter, shape in zip(parameters, ((4, 8), (), (3,)), strict=True):
-        assert parameter.shape == shape
-        assert parameter.is_contiguous()
-        assert is_absent(parameter)
-    bring(chunk, ChunkState.CACHED, memory)
-    assert torch.equal(parameters[0], memory[:32].view(4, 8))
-    assert parameters[2].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-    chunk.to(ChunkState.HOME)
-    assert all(is_absent(parameter) for parameter in parameters)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_chunk_whose_weights_stay_is_resident_once_attached(device: str) -> None:
-    chunk = make_chunk(device=device)
-    chunk.weights = torch.arange(384.0)
-    for _ in range(2):
-        chunk.attach()
-        assert chunk.state is ChunkState.RESIDENT
-        assert all(chunk.shows(slot) for slot in chunk.slots)
-        assert [slot.parameter.flatten()[-1].item() for slot in chunk.slots] == [31.0, 128.0, 258.0]
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_parameters_of_a_chunk_at_home_have_no_memory_once_attached(device: str) -> None:
     chunk = make_chunk(device=device)
@@ -138,21 +99,6 @@ def test_a_write_to_a_cached_weight_is_said_once() -> None:
 
 
 # --- blocks --------------------------------------------------------------------------------------------------------
-
-
-def test_a_pool_fills_as_many_blocks_as_it_has() -> None:
-    arena = Arena(CPU)
-    pool = BlockPool(arena, 3, 512)
-    blocks = [pool.block(100, torch.float32) for _ in range(4)]
-    assert (arena.peak_bytes["device"], pool.free) == (3 * 512, 3)
-    for block in blocks[:3]:
-        pool.fill(block)
-    with pytest.raises(StateError, match="all 3"):
-        pool.fill(blocks[3])
-    pool.empty(blocks[1])
-    pool.fill(blocks[3])
-    assert [block.is_filled for block in blocks] == [True, False, True, True]
-    assert (pool.free, arena.live_bytes("device")) == (0, 3 * 512)
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -238,19 +184,6 @@ def test_a_gradient_that_arrives_twice_in_one_backward_is_added() -> None:
     assert (held(flow, chunk, 0), held(flow, chunk, 1), held(flow, chunk, 2)) == ({4.0}, {6.0}, {5.0})
 
 
-def test_what_was_cleared_is_gone_also_half_way() -> None:
-    chunks = [make_chunk(0), make_chunk(1)]
-    flow, arena = make_flow(chunks)
-    before = arena.live_bytes("device")
-    for _ in range(5):
-        flow.begin()
-        flow.take(chunks[0], chunks[0].slots[0], torch.ones(4, 8))  # this backward is never over
-        flow.clear()
-    backward(flow, [(chunk, slot, 7.0) for chunk in chunks for slot in (0, 1, 2)])
-    assert all(held(flow, chunk, slot) == {7.0} for chunk in chunks for slot in (0, 1, 2))
-    assert arena.live_bytes("device") == before
-
-
 def test_more_chunks_open_than_blocks_take_more_and_say_so() -> None:
     chunks = [make_chunk(index) for index in range(4)]
     flow, arena = make_flow(chunks, block_count=1)
@@ -292,24 +225,6 @@ def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(zero
     assert held(flow, chunk, 0) == {0.0 if zeros else 2.0}
 
 
-def test_gaps_are_zero_whatever_the_block_held() -> None:
-    chunk = make_chunk()
-    flow, _ = make_flow([chunk], block_count=1)
-    backward(flow, [(chunk, slot, 5.0) for slot in (0, 1, 2)])
-    flow.clear()
-    backward(flow, [(chunk, 0, 1.0)])
-    assert [held(flow, chunk, slot) for slot in (0, 1, 2)] == [{1.0}, {0.0}, {0.0}]
-
-
-def test_a_chunk_larger_than_a_block_has_memory_of_its_own() -> None:
-    large = make_chunk(0, ((4, 8),) * 5)
-    flow, arena = make_flow([large])
-    before = arena.live_bytes("device")
-    backward(flow, [(large, slot, 2.0) for slot in range(5)])
-    assert held(flow, large, 4) == {2.0}
-    assert arena.live_bytes("device") == before
-
-
 # --- parameters ----------------------------------------------------------------------------------------------------
 
 
@@ -330,34 +245,3 @@ def test_an_optimizer_steps_masters_if_weights_are_narrower_or_elsewhere(
     chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8), trainable)], rank=0, world_size=1)
     assert chunk.low_precision == (dtype == "bfloat16")
     assert chunk.needs_masters == (trainable and (dtype == "bfloat16" or homes == ("device", "host")))
-
-
-@pytest.mark.parametrize("public", [False, True])
-def test_a_parameter_on_meta_becomes_real_with_what_is_known_of_it(
-    public: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The public function of torch, for a version that lacks the other, refuses weak references."""
-    if public:
-        monkeypatch.setattr(chunk_file, "swap_tensors", torch.utils.swap_tensors)
-    parameter, called = nn.Parameter(torch.empty(3, device="meta"), requires_grad=True), list[str]()
-    parameter.note = "mine"  # type: ignore[attr-defined]
-    reference = (lambda: parameter) if public else weakref.ref(parameter)
-    parameter.register_hook(lambda _: called.append("before"))  # type: ignore[no-untyped-call]
-    parameter.register_post_accumulate_grad_hook(lambda _: called.append("after"))
-    become_real(parameter, torch.ones(3))
-    assert reference() is parameter
-    assert (parameter.note, parameter.requires_grad) == ("mine", True)  # type: ignore[attr-defined]
-    parameter.sum().backward()
-    assert called == ["before", "after"]
-    assert parameter.tolist() == [1.0] * 3
-
-
-def test_parameters_that_show_gathered_weights_keep_them_when_the_block_goes() -> None:
-    for gathered in (None, torch.arange(384.0)):
-        chunk, block = make_chunk(), torch.zeros(384)
-        bring(chunk, ChunkState.CACHED, block)
-        if gathered is not None:
-            chunk.shown = gathered
-            chunk.point_into(gathered)
-        chunk.to(ChunkState.HOME)
-        assert is_absent(chunk.slots[0].parameter) == (gathered is None)

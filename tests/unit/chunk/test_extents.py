@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from elixir.chunk.weight_files import WeightFiles
-from elixir.errors import DiskError, FileError, InputError, StateError
+from elixir.errors import FileError, InputError, StateError
 from elixir.extents.extent_file import ExtentFile
 from elixir.extents.stored_tensors import StoredTensors, TensorFile, paged_memory
-from elixir.files import File, Files
+from elixir.files import File
 
 
 @pytest.mark.parametrize(
@@ -55,24 +52,4 @@ def test_states_on_a_disk_stay_as_they_were_made(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="states are moved before there is a file"):
         other.transfer("read", file.new_extent(4096, "chunk 4"), torch.empty(4096, dtype=torch.uint8), "chunk 4")
     states.give_back()
-    file.close()
-
-
-def test_states_whose_write_has_failed_are_not_read_in_part(tmp_path: Path) -> None:
-    class Full(Files):
-        def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-            if operation == "write":
-                raise FileError(errno.ENOSPC, "No space left on device", path, operation)
-            return super().call(operation, path, function, *args)
-
-    file = TensorFile(lambda: ExtentFile([str(tmp_path)], files=Full()))
-    states = StoredTensors(file, "chunk 3", 4096)
-    states.region("exp_avg", 1000, torch.float32)
-    memory = paged_memory(4096)
-    with pytest.raises(DiskError, match="No space left on device"):
-        states.store(memory)
-    with pytest.raises(DiskError, match="No space left on device"):
-        states.fill(memory)
-    with pytest.raises(DiskError, match="No space left on device"):
-        states.read("exp_avg", 0, 10)
     file.close()

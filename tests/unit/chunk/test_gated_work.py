@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from tests.common import inside
 from tests.common.parity import Pair, case, make_plan, rehomed
@@ -54,33 +53,3 @@ def test_gradients_that_are_cleared_on_their_way_leave_the_next_ones_alone() -> 
         open_later(gate)
         pair.backward()
         pair.step()
-
-
-def test_a_norm_waits_for_its_gradients() -> None:
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed", split_number=1)) as pair:
-        gate = threading.Event()
-        inside.lane(pair.module, "offload").submit(gate.wait)
-        pair.backward()
-        open_later(gate)
-        norm = pair.module.clip_grad_norm_(0.1)
-        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
-        pair.step()
-
-
-def test_a_step_waits_for_those_who_still_read_the_weights() -> None:
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        pair.backward()
-        gate, read = threading.Event(), []
-        chunk = inside.chunks(pair.module)[0]
-        shard = chunk.shard
-        assert shard is not None
-        before = shard.clone()
-        look = lambda: (gate.wait(), read.append(shard.clone()))  # noqa: E731
-        inside.lane(pair.module, "fetch").submit(look, reads=[chunk.at_home])
-        pair.step()
-        open_later(gate)
-        pair.assert_same_weights()
-        assert torch.equal(read[0], before)
-        assert not torch.equal(shard, before)

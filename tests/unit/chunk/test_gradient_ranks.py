@@ -354,39 +354,6 @@ def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() 
     training.lanes.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_chunk_of_several_passes_leaves_once_its_last_gradient_has_come(ranks: int) -> None:
-    case = Case(ranks, 1, 1, [HOMES[2]] * 2, [True] * 2, [], False, False, True)
-    meeting = Meeting(ranks)
-    trainings = [Training(case, meeting, rank) for rank in range(ranks)]
-
-    def train(rank: int) -> None:
-        training = trainings[rank]
-        flow, (chunk, other) = training.flow, training.chunks
-        done: set[nn.Parameter] = set()
-        flow.hold_until(done.__contains__)
-        flow.begin()
-        for times in range(2):
-            for slot in chunk.slots:
-                flow.take(chunk, slot, torch.ones(slot.shape))
-            for position in range(2):
-                flow.enter(position)
-            if times:
-                done |= {slot.parameter for slot in chunk.slots}
-            flow.release()
-            assert training.completed == [0] * times
-        assert flow.by_chunk[other.index].opened is None
-        flow.flush()
-        flow.settle()
-        gradient = flow.by_chunk[0]
-        for held in chunk.held.values():
-            assert gradient.memory.tensor[held.part].tolist() == [2.0] * held.numel
-
-    on_ranks(ranks, train, meeting)
-    for training in trainings:
-        training.lanes.close()
-
-
 def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
     case = Case(1, 1, 1, [HOMES[2]] * 3, [True] * 3, [], False, False, False)
     training = Training(case, Meeting(1), 0)
@@ -562,25 +529,3 @@ def test_replicas_end_with_the_mean_also_if_a_step_comes_before_its_last_backwar
 @pytest.mark.parametrize("part", range(5))
 def test_every_rank_ends_with_the_mean(part: int) -> None:
     check_means(_OTHERS[part::5])
-
-
-def test_ranks_count_backwards_alike_after_an_optimizer_has_cleared_its_gradients() -> None:
-    """Though one rank alone has got a gradient of what is left."""
-    case = Case(4, 2, 2, [HOMES[2]] * 2, [True] * 2, [], False, False, False)
-    meeting = Meeting(4)
-    trainings = [Training(case, meeting, rank) for rank in range(4)]
-    cleared, left = ([(chunk, slot, 12.0) for slot in range(len(SLOTS))] for chunk in (0, 1))
-
-    def train(rank: int) -> None:
-        flow, chunks = trainings[rank].flow, trainings[rank].chunks
-        trainings[rank].backward(Backward([cleared + left] + [cleared] * 3, None))
-        for slot in chunks[0].slots:
-            flow.drop(chunks[0], slot.name)
-        flow.dropped()
-        trainings[rank].backward(Backward([left] * 4, None))
-        flow.settle()
-        assert flow.by_chunk[1].memory.tensor[0] == 12.0 + 12.0 / 4
-
-    on_ranks(4, train, meeting)
-    for training in trainings:
-        training.lanes.close()

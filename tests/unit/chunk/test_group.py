@@ -108,24 +108,6 @@ def test_one_rank_copies_to_other_memory_alone() -> None:
     results(1, work)
 
 
-@pytest.mark.parametrize("among", [[0, 2], [1, 2]])
-def test_a_group_of_some_ranks_is_a_group(among: list[int]) -> None:
-    def work(rank: int) -> list[Any] | None:
-        given = dist.new_group(among)
-        if rank not in among:
-            return None
-        group = Group(given)
-        whole = torch.empty(2)
-        group.gather(whole, torch.tensor([float(rank)]))
-        value = torch.tensor([float(rank)])
-        group.send_from_rank_0(value)
-        return [group.rank, group.size, whole.tolist(), value.item(), group.exchange("ranks", rank)]
-
-    found = results(3, work)
-    for number, rank in enumerate(among):
-        assert found[rank] == [number, 2, [float(each) for each in among], float(among[0]), among]
-
-
 def test_a_mesh_says_which_ranks_form_a_replica() -> None:
     def work(rank: int) -> list[tuple[int | None, int]]:
         meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=MESH_DIMENSIONS) for ranks in ([[0, 1], [2, 3]], [[0], [1]])]

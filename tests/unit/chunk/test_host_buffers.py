@@ -26,36 +26,6 @@ def made(kind: BufferKind) -> tuple[HostBuffers, Arena]:
     return buffers, arena
 
 
-def test_buffers_of_a_kind_take_turns() -> None:
-    buffers, arena = made(SNAPSHOT)
-    assert arena.parts("host") == {"checkpoint": SNAPSHOT.nbytes} == {"checkpoint": 128}
-    taken = [buffers.take("snapshot", 48) for _ in range(3)]
-    assert taken[0] is taken[2]
-    assert taken[0] is not taken[1]
-    assert taken[0].tensor.nbytes == 64
-    assert taken[0].view(8, torch.float32).shape == (8,)
-
-
-def test_what_nothing_has_room_for_grows_once_the_work_on_it_is_over() -> None:
-    buffers, arena = made(SNAPSHOT)
-    lane, gate = ThreadLane("writer"), threading.Event()
-    lane.submit(gate.wait, writes=[buffers.take("snapshot", 64)])
-    grown = threading.Event()
-
-    def take() -> None:
-        for _ in range(2):  # the second is the one with work on it
-            buffers.take("snapshot", 1000)
-        grown.set()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    assert not grown.wait(0.1)
-    gate.set()
-    thread.join()
-    assert arena.parts("host") == {"checkpoint": 1000 + 1000}
-    lane.close()
-
-
 def test_kinds_come_and_go_and_follow_another_arena() -> None:
     buffers, before = made(SNAPSHOT)
     with pytest.raises(StateError, match="'snapshot'"):

@@ -10,23 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from elixir.chunk.chunk import Chunk
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient
 from elixir.chunk.memory import HUGE_PAGE_BYTES, PORTABLE, Arena, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
-from elixir.optimizer_states import MomentKind
-from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.parity import adamw, case, make_plan, take_step
-from tests.common.smaps import all_present, kernel_flags
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 
@@ -101,89 +95,12 @@ def test_a_driver_pins_the_pages_until_the_last_tensor_in_them_is_gone(
     assert len(calls) == 3
 
 
-@linux
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_pages_are_zero_present_and_not_for_children(dtype: torch.dtype) -> None:
-    buffer = host_zeros(100_003, dtype)
-    assert (buffer.numel(), buffer.dtype) == (100_003, dtype)
-    assert not Path("/proc/self/pagemap").exists() or all_present(buffer)  # not every kernel has it
-    assert not buffer.any()
-    assert "dc" in kernel_flags(buffer)
-    assert "dc" not in kernel_flags(torch.zeros(100_003))
-    assert host_zeros(0, dtype).numel() == 0
-
-
-@linux
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this kernel")
-def test_large_buffers_ask_for_huge_pages_before_they_are_touched() -> None:
-    assert "hg" in kernel_flags(host_zeros(HUGE_PAGE_BYTES))
-    assert "hg" not in kernel_flags(host_zeros(HUGE_PAGE_BYTES - 4096))
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize(("nbytes", "options", "paged"), [
-    (HUGE_PAGE_BYTES, {}, True),
-    (HUGE_PAGE_BYTES - 1, {}, False),
-    (HUGE_PAGE_BYTES, {"passing": True}, False),
-    (1000, {"paged": True}, True),
-])  # fmt: skip
-def test_large_memory_of_a_cpu_has_separate_pages_unless_each_step_frees_it(
-    nbytes: int, options: dict[str, bool], paged: bool, home: Literal["device", "host"]
-) -> None:
-    arena = Arena(torch.device("cpu"))
-    buffers = [arena.make(nbytes, torch.uint8, home, "weights", **options).tensor for _ in range(3)]
-    assert all(in_separate_pages(buffer) for buffer in buffers) == (paged and (home == "host" or nbytes > 1000))
-    if sys.platform == "linux":
-        assert ["dc" in kernel_flags(buffer) for buffer in buffers] == [home == "host" and "paged" in options] * 3
-
-
-@pytest.mark.parametrize("home", ["device", "host"])
-def test_gradients_of_a_device_pass_and_those_of_a_host_last(home: Literal["device", "host"]) -> None:
-    numel = HUGE_PAGE_BYTES // 4
-    plan = ChunkPlan("float32", True, numel, (ParamSlot("p", 0, numel),), home, home, resident=False)
-    chunk, arena = Chunk(0, plan, [nn.Parameter(torch.empty(numel))], rank=0, world_size=1), Arena(torch.device("cpu"))
-    gradients = [ChunkGradient(chunk, arena) for _ in range(3)]
-    for gradient in gradients:
-        gradient.make_memory()
-    assert all(in_separate_pages(gradient.memory.tensor) for gradient in gradients) is (home == "host")
-
-
 @pytest.mark.parametrize(("numel", "paged"), [(HUGE_PAGE_BYTES // 4, True), (HUGE_PAGE_BYTES // 4 - 1, False)])
 def test_a_large_copy_has_separate_pages(numel: int, paged: bool) -> None:
     source = torch.arange(float(numel))
     copies = [separate_copy(source, torch.float32) for _ in range(3)]
     assert all(in_separate_pages(copy) for copy in copies) is paged
     assert all(torch.equal(copy, source) for copy in copies)
-
-
-def test_a_large_copy_of_turned_dimensions_keeps_their_order() -> None:
-    source = torch.arange(float(HUGE_PAGE_BYTES // 4)).view(16, -1).t()
-    copies = [separate_copy(source, torch.float64) for _ in range(3)]
-    assert all((copy.stride(), copy.dtype) == (source.stride(), torch.float64) for copy in copies)
-    assert all(torch.equal(copy, source.double()) for copy in copies)
-    assert not all(in_separate_pages(copy) for copy in copies)
-
-
-@pytest.mark.sampled
-@linux
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_moments_on_the_host_are_there_when_wrapping_ends(fused: bool, kind: MomentKind) -> None:
-    it = case("opt")
-    plan = make_plan(it, "streamed", moments=kind)
-    module = ElixirModule(it.model, plan, device="cpu", use_fused_kernels=fused)
-    before = inside.live_bytes(module, "host")
-    optimizer = ElixirOptimizer(module, adamw(module.module))
-    made = list(moments_of(optimizer))
-    assert made
-    assert all("dc" in kernel_flags(tensor) for tensor in made)
-    assert inside.live_bytes(module, "host") == before + sum(tensor.nbytes for tensor in made)
-    peak = inside.live_bytes(module, "host")
-    it.loss(module, it.inp).backward()
-    optimizer.step()
-    assert {tensor.data_ptr() for tensor in moments_of(optimizer)} == {tensor.data_ptr() for tensor in made}
-    assert inside.bytes_by_kind(module, "host")["optimizer_states"] <= peak
 
 
 @pytest.mark.sampled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -43,28 +42,6 @@ def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
     assert all(ticket.done() for ticket in tickets)
 
 
-def test_the_caller_goes_on_while_work_runs(lane: ThreadLane) -> None:
-    gate = threading.Event()
-    ticket = lane.submit(gate.wait)
-    assert not ticket.done()
-    gate.set()
-    ticket.synchronize()
-    assert ticket.done()
-
-
-def test_work_comes_after_that_of_other_lanes() -> None:
-    first, second = ThreadLane("first"), ThreadLane("second")
-    gate, seen = threading.Event(), []
-    memory = filled(first, lambda: (gate.wait(), seen.append("first")))
-    after = second.submit(lambda: seen.append("second"), reads=[memory])
-    assert not after.done()
-    gate.set()
-    after.wait()
-    assert seen == ["first", "second"]
-    first.close()
-    second.close()
-
-
 def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -> None:
     def fail() -> None:
         raise ZeroDivisionError
@@ -83,34 +60,6 @@ def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -
     other.close()
 
 
-def test_the_first_error_of_all_lanes_is_kept_and_raised_until_it_is_known() -> None:
-    lanes = make_lanes(torch.device("cpu"))
-
-    def fail(text: str) -> None:
-        raise RuntimeError(text)
-
-    ticket = lanes.disk.submit(lambda: fail("first"))
-    with pytest.raises(RuntimeError, match="first"):
-        ticket.synchronize()
-    later = lanes.fetch.submit(lambda: fail("second"), reads=[filled(lanes.disk, lambda: None)])
-    lanes.drain()
-    for known in (ticket, later):
-        known.synchronize()  # raises no more
-    assert str(lanes.fate.error) == "first"
-    with pytest.raises(RuntimeError, match="an answer"):
-        lanes.network.ask(lambda: fail("an answer"))
-    lanes.close()
-
-
-def test_a_question_that_fails_is_no_failure_of_the_lane() -> None:
-    lanes = make_lanes(torch.device("cpu"))
-    with pytest.raises(ZeroDivisionError):
-        lanes.network.ask(lambda: 1 // 0)
-    lanes.drain()
-    assert lanes.fate.error is None
-    lanes.close()
-
-
 def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
     seen: list[int] = []
     for i in range(20):
@@ -120,12 +69,6 @@ def test_closing_finishes_what_was_submitted(lane: ThreadLane) -> None:
     lane.close()  # twice does no harm
     with pytest.raises(InputError, match="was closed"):
         lane.submit(lambda: seen.append(20))
-
-
-def test_work_builds_no_graph(lane: ThreadLane) -> None:
-    weight, target = torch.ones(2, requires_grad=True), torch.zeros(2)
-    lane.submit(lambda: target.copy_(weight)).wait()
-    assert not target.requires_grad
 
 
 class Opening(threading.Event):
@@ -203,22 +146,6 @@ def test_blocking_lanes_leave_nothing_running() -> None:
     lane = ThreadLane("blocking", Emulation(bytes_per_s=1e6, blocking=True))
     assert all(lane.submit(lambda: None, nbytes=20_000).done() for _ in range(3))
     lane.close()
-
-
-def test_only_compute_counts_as_waiting(clock: Clock) -> None:
-    """A lane that waits for another one keeps no compute waiting."""
-    first, second, gate = ThreadLane("first"), ThreadLane("second"), threading.Event()
-    before = filled(first, lambda: (gate.wait(), clock.sleep(0.02)))
-    before.writer._event = Opening(gate)  # type: ignore[union-attr]
-    ticket = second.submit(lambda: None, reads=[before])
-    assert gate.wait(60)
-    ticket._event.wait(60)  # type: ignore[attr-defined]
-    assert clock.now_s == pytest.approx(50.02)
-    assert first.waited_s == second.waited_s == 0.0
-    once_waited_for(first, lambda: clock.sleep(0.01)).wait()
-    assert first.waited_s == pytest.approx(0.01)
-    first.close()
-    second.close()
 
 
 class FakeStream:
@@ -416,25 +343,6 @@ def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
     lanes.close()
 
 
-def test_an_error_of_the_host_reaches_who_waits_for_the_stream(cuda: FakeStream) -> None:
-    host, lane = ThreadLane("host"), StreamLane(torch.device("cuda", 0))
-    gate = threading.Event()
-
-    def fail() -> None:
-        gate.wait()
-        raise ValueError("no step")
-
-    behind = lane.submit(lambda: None, reads=[filled(host, fail)])
-    gate.set()
-    with pytest.raises(ValueError, match="no step"):
-        behind.wait()
-    with pytest.raises(ZeroDivisionError):
-        lane.submit(lambda: 1 / 0)
-    lane.submit(lambda: None).wait()
-    lane.close()
-    host.close()
-
-
 def test_no_lane_is_left_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before, started = set(threading.enumerate()), threading.Thread.start
 
@@ -466,47 +374,3 @@ def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
-
-
-class _Event:
-    """Over or not; asking may have somebody else do something meanwhile."""
-
-    def __init__(self, over: bool, meanwhile: Callable[[], object] = lambda: None) -> None:
-        self._over, self._meanwhile = over, meanwhile
-
-    def query(self) -> bool:
-        self._meanwhile()
-        return self._over
-
-    def elapsed_time(self, other: _Event) -> float:
-        assert other._over, "an event that is not over has no time"
-        return 1000.0
-
-
-def test_busy_time_is_taken_of_what_is_over_while_another_thread_adds_work() -> None:
-    """Spans are kept up to a number: the thread that issues one more drops the oldest, at any moment."""
-    lane = object.__new__(StreamLane)
-    spans: deque[Any] = deque(maxlen=2)
-    lane._spans = spans
-    spans.append((_Event(True), _Event(True, lambda: spans.append((_Event(True), _Event(False))))))
-    spans.append((_Event(True), _Event(False)))
-    assert lane.take_busy_s() == 1.0
-    assert lane.take_busy_s() == 0.0
-    assert len(spans) == 2, "what is not over is asked about again"
-
-
-def test_an_error_that_many_lanes_hand_on_keeps_the_traceback_of_its_work(lane: ThreadLane) -> None:
-    other = ThreadLane("other")
-
-    def fails() -> None:
-        raise RuntimeError("the work failed")
-
-    memory = filled(lane, fails)
-    for _ in range(20):
-        ticket = other.submit(lambda: None, reads=[memory], writes=[memory])
-    with pytest.raises(RuntimeError, match="the work failed") as caught:
-        ticket.synchronize()
-    names = [entry.name for entry in caught.traceback]
-    assert names[-1] == "fails"
-    assert len(names) <= 6
-    other.close()

@@ -22,7 +22,7 @@ from elixir.chunk.host_buffers import HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.memory import Arena, BlockPool
 from elixir.chunk.rcache import RCache
-from elixir.errors import InputError, StateError
+from elixir.errors import StateError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from elixir.schedule import Schedule, required_chunks
 
@@ -171,35 +171,6 @@ def test_bytes_are_right_in_any_order(
     lanes.close()
 
 
-def test_more_at_once_than_blocks_is_an_error_that_leaves_no_pins(lanes: Lanes) -> None:
-    cache = make_cache(3, Schedule([(0,), (1,), (2,)]), 2, lanes)
-    cache.acquire([0, 1])
-    with pytest.raises(InputError, match="all 2 rCache blocks are in use"):
-        cache.acquire([2])
-    cache.unpin([0, 1])
-    cache.acquire([2])
-    check(cache, (2,))
-    cache.unpin([2])
-    cache.invalidate()
-
-
-def test_weights_are_not_taken_before_they_are_updated(lanes: Lanes) -> None:
-    cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
-    run(cache, [((0,), 0), ((1,), 1)])
-    gate = threading.Event()
-    for chunk in cache.chunks:
-        shard = chunk.shard
-        assert shard is not None
-        lanes.host_adam.submit(lambda shard=shard: (gate.wait(), shard.fill_(-1)), writes=[chunk.at_home])
-    cache.invalidate()
-    open_later(gate)
-    cache.acquire([0])
-    cache.acquire([1])
-    assert (cache.chunks[0].filled == -1).all()
-    assert (cache.chunks[1].filled == -1).all()
-    cache.unpin([0, 1])
-
-
 def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)], 0), 1, lanes)
     gate, chunk = threading.Event(), cache.chunks[0]
@@ -219,40 +190,6 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes)
     cache.unpin([0])
 
 
-def test_a_block_is_not_given_to_another_while_a_transfer_is_on_its_way(lanes: Lanes) -> None:
-    cache = make_cache(2, Schedule([(0,), (1,)], 1), 2, lanes)
-    gate = threading.Event()
-    lanes.host_adam.submit(gate.wait, writes=[cache.chunks[1].at_home])
-    cache.begin()
-    cache.acquire([0])  # with the next: its transfer waits for the update
-    cache.unpin([0])
-    assert cache.chunks[1].state is ChunkState.FETCHING
-    open_later(gate)
-    cache.invalidate()
-    assert gate.is_set()
-    cache.acquire([0])
-    check(cache, (0,))
-    cache.unpin([0])
-
-
-def test_a_transfer_that_cannot_begin_leaves_its_block_free(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
-
-    def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(lanes.fetch, "submit", refused)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            cache.acquire([0])
-    assert cache.chunks[0].state is ChunkState.HOME
-    assert cache.pool.free == 1
-    cache.begin()
-    cache.acquire([0])
-    check(cache, (0,))
-    cache.unpin([0])
-
-
 def test_a_view_shows_the_weights_whenever_they_are_there(lanes: Lanes) -> None:
     cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
     cache.acquire([0])
@@ -265,29 +202,3 @@ def test_a_view_shows_the_weights_whenever_they_are_there(lanes: Lanes) -> None:
         cache.acquire([0])
         assert view.tolist() == [0.0, 0.0]
         cache.unpin([0])
-
-
-def test_prefetch_is_under_way_before_the_use() -> None:
-    lanes = make_lanes(CPU, Emulation(delay_s=0.02))
-    cache = make_cache(3, Schedule([(0,), (1,), (2,)], 2), 3, lanes)
-    cache.acquire([0])
-    assert [chunk.state for chunk in cache.chunks] == [ChunkState.CACHED, ChunkState.FETCHING, ChunkState.FETCHING]
-    cache.unpin([0])
-    cache.invalidate()
-    lanes.close()
-
-
-def test_a_long_stretch_of_resident_chunks_is_no_deviation(lanes: Lanes) -> None:
-    """Entries whose chunks are all resident require nothing here, and do not count as searched."""
-    required: list[tuple[int, ...]] = []
-    for chunk in (0, 1, 2, 3, 0):
-        required += [(chunk,), *[()] * 300]
-    schedule = Schedule(required, 1)
-    cache = make_cache(4, schedule, 2, lanes)
-    cache.begin()
-    for chunk in (0, 1, 2, 3, 0):
-        cache.acquire((chunk,))
-        check(cache, (chunk,))
-        cache.unpin((chunk,))
-    assert lanes.counts.demand_loads == lanes.counts.deviations == 0
-    assert lanes.counts.loads == schedule.simulate(2).loads

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from elixir.chunk.host_buffers import WINDOW, BufferKind, HostBuffers
 from elixir.chunk.lanes import ThreadLane, make_lanes
 from elixir.chunk.memory import Arena
 from elixir.chunk.state_window import MASTERS, StateWindow, StoredStates
-from elixir.errors import DiskError, StateError
+from elixir.errors import DiskError
 from elixir.extents.extent_file import ExtentFile
 from elixir.files import Files
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
@@ -138,47 +137,6 @@ def test_states_that_are_still_to_be_written_count_as_read_next(tmp_path: Path) 
     adam.close()
 
 
-def test_states_at_hand_are_moved_once_and_written_if_they_changed(tmp_path: Path) -> None:
-    it = Window(tmp_path, UnsyncedFiles())
-    first, second = it.chunks[:2]
-    with first.in_memory(), first.in_memory(write=True):
-        assert first.is_at_hand
-        it.masters[0].fill_(7.0)
-    assert not first.is_at_hand
-    with it.window.keeping():
-        for _ in range(2):
-            with second.in_memory():
-                assert it.masters[1].tolist() == [1.0] * NUMEL
-        assert it.masters[1].tolist() == [1.0] * NUMEL, "it stays until others are asked for"
-    assert it.masters[1].isnan().all()
-    assert [what for what, _ in it.log] == ["fill 0", "store 0", "fill 1"]
-    assert it.values() == [7.0, 1.0, 2.0]
-
-    def both() -> None:
-        with first.in_memory(), second.in_memory():
-            pass
-
-    with pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"):
-        both()
-    it.close()
-
-
-def test_a_step_lets_go_of_states_that_were_kept_and_refuses_those_in_use(tmp_path: Path) -> None:
-    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
-    with it.window.keeping():
-        with it.chunks[1].in_memory(write=True):
-            it.masters[1].fill_(8.0)
-        it.step(1, lambda: it.masters[1].add_(1), adam)
-    assert it.values() == [0.0, 9.0, 2.0]
-    with (
-        it.chunks[0].in_memory(),
-        pytest.raises(StateError, match="chunk 0 are still in use, and others are asked for"),
-    ):
-        it.window.begin_step(it.chunks[1])
-    it.close()
-    adam.close()
-
-
 def test_a_buffer_is_in_use_while_states_are_read_into_it(tmp_path: Path) -> None:
     it, gate = Window(tmp_path, UnsyncedFiles()), threading.Event()
     it.lane.submit(gate.wait)
@@ -188,25 +146,6 @@ def test_a_buffer_is_in_use_while_states_are_read_into_it(tmp_path: Path) -> Non
     gate.set()
     read.synchronize()
     it.close()
-
-
-def test_a_step_that_fails_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
-    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
-
-    def fails() -> None:
-        it.masters[1].fill_(99.0)
-        raise RuntimeError("no step")
-
-    it.step(0, lambda: it.masters[0].add_(1), adam)
-    it.step(1, fails, adam)
-    it.settle()
-    assert [what for what, _ in it.log] == ["fill 0", "fill 1", "store 0"]
-    assert it.masters[1].isnan().all()
-    assert [ticket.error is None for ticket in it.chunks[1].on_disk.users] == [False]
-    assert it.window.lost is None
-    assert it.values() == [1.0, 1.0, 2.0]
-    it.close()
-    adam.close()
 
 
 def test_a_disk_that_fails_stops_all_further_steps(tmp_path: Path) -> None:
@@ -253,24 +192,4 @@ def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: P
         assert (more[0] == 7.0).all()
         assert (it.masters[1] == 1.0).all()
         assert (it.states[1] == 1.0).all()
-    it.close()
-
-
-def test_a_step_that_fails_after_states_have_come_leaves_what_was_on_the_disk(tmp_path: Path) -> None:
-    """No plan has foreseen these states, so the step takes more memory, and the extent would be a larger one."""
-    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
-    chunk, before = it.chunks[1], it.arena.parts("disk")
-
-    def work() -> None:
-        chunk.region("max_exp_avg_sq", NUMEL, torch.float32)
-        it.masters[1].add_(5)
-        raise MemoryError("made by a test")
-
-    it.step(1, work, adam)
-    it.settle()
-    assert it.arena.parts("disk") == before
-    with chunk.in_memory():
-        assert (it.masters[1] == 1.0).all()
-        assert (it.states[1] == 1.0).all()
-    adam.close()
     it.close()

@@ -12,14 +12,12 @@ import pytest
 from torch import nn
 
 from elixir.artifact import Artifact
-from elixir.cli import main, output
-from elixir.cli.options import build_parser, normalise
+from elixir.cli import main
 from elixir.errors import InputError, Lever, PlanError, StateError, unknown_name
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import ProcessNeed
-from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
@@ -94,21 +92,6 @@ def test_profile_json_is_one_object_with_the_promised_keys(stub: Stub, capsys: p
         assert record[key] == getattr(trace, key)
 
 
-def test_profile_passes_the_step_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
-    argv = "profile --activation-checkpointing opt-13b --batch 8 --seq 2048 --dtype fp16 --optimizer SGD --optimizer-kernel fused"
-    assert run(capsys, *argv.split(), "--device", "a100")[0] == 0
-    dense = {"lora": None, "quantised": None, "max_positions": None}
-    assert stub.calls["build"] == {"args": ("opt-13b",), "dtype": torch.float16, "checkpoint": "non-reentrant", **dense}
-    assert stub.calls["input_to_trace"]["batch"] == 8
-    assert stub.calls["input_to_trace"]["seq"] == 2048
-    assert stub.calls["load_hardware"]["args"] == ("a100",)
-    traced = stub.calls["trace_step"]
-    assert (traced["optimizer"], traced["optimizer_kernel"], traced["model_name"]) == ("SGD", "fused", "opt-13b")
-    assert traced["hardware"] is stub.results["load_hardware"]
-
-
 def test_a_plan_remembers_the_files_of_frozen_weights(
     stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -136,13 +119,6 @@ def test_profile_writes_trace_and_picture(stub: Stub, capsys: pytest.CaptureFixt
     assert plot.read_bytes().startswith(b"<?xml")
     assert str(out) in text
     assert str(plot) in text
-
-
-def test_profile_says_peak_and_contributors(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "profile", "opt-125m")
-    trace = stub.results["trace_step"]
-    assert trace.peak_module in out
-    assert "layers.*" in out  # what is alive there, layers taken together
 
 
 def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,86 +158,12 @@ def test_profile_of_a_plain_module(
     assert "leave out --batch" in fails(capsys, *argv, "--batch", "2")
 
 
-def test_profile_of_a_named_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The real thing, without stubs: parameters as published, sizes that follow from them by arithmetic."""
-    status, out, err = run(capsys, "profile", "opt-125m", "--batch", "2", "--seq", "64", "--checkpoint", "--json")
-    assert (status, err) == (0, "")
-    record = json.loads(out)
-    assert record["parameters"] == 125_239_296
-    assert record["optimizer_bytes"] >= 2 * record["param_bytes"] >= 4 * record["parameters"]
-    assert record["step_peak_bytes"] >= record["backward_peak_bytes"] >= record["param_bytes"]
-    assert record["step_peak_bytes"] >= record["param_bytes"] + record["grad_bytes"] + record["optimizer_bytes"]
-
-
 # ---------------------------------------------------------------------------------------------------------------- plan
-
-
-def test_plan_passes_the_budgets_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "plan opt-13b --hardware h100 --world-size 4 --host-budget 128GiB --device-memory 70GB --placement cpu"
-    assert run(capsys, *argv.split(), "--no-overlap")[0] == 0
-    trace, hardware, request = stub.calls["plan_from_trace"]["args"]
-    assert (trace, hardware) == (stub.results["trace_step"], stub.results["load_hardware"])
-    assert request == SearchRequest(
-        world_size=4,
-        host_budget=128 * 2**30,
-        device_memory=70 * 10**9,
-        placement="cpu",
-        overlap=False,
-        optimizer_type="AdamW",
-    )
-
-
-def test_plan_passes_replicas_and_the_network_on(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "plan opt-13b --hardware h100 --world-size 16 --host-budget 1TiB".split()
-    for words, replicas in ((), 1), (("--replicas", "4"), 4), (("--replicas", "auto"), "auto"):
-        assert run(capsys, *argv, *words, "--network", "50GB")[0] == 0
-        _, hardware, request = stub.calls["plan_from_trace"]["args"]
-        assert (request.replicas, hardware.network_bytes_per_s) == (replicas, 50e9)
-    assert "a divisor of 16 from 1 to 8" in fails(capsys, *argv, "--replicas", "16")
-    assert "whole number" in fails(capsys, *argv, "--replicas", "some")
-
-
-def test_plan_takes_more_devices_in_a_machine_and_more_positions_of_a_model(
-    stub: Stub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = "plan qwen3-8b --hardware rtx3090 --world-size 8 --host-memory 256GiB --seq 131072".split()
-    assert run(capsys, *argv, "--devices-per-host", "8", "--positions", "131072")[0] == 0
-    _, hardware, _ = stub.calls["plan_from_trace"]["args"]
-    assert (hardware.devices_per_host, hardware.ranks_per_host(8)) == (8, 8)
-    assert stub.calls["build"]["max_positions"] == 131072
 
 
 def test_a_size_without_a_unit_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     said = fails(capsys, "plan", "opt-13b", "--hardware", "h100", "--host-memory", "56")
     assert "--host-memory: a size of 56 without a unit would be 56 bytes; write 56GiB" in said
-
-
-def test_a_host_memory_that_is_missing_is_found_before_the_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("elixir.cli.from_flags.traced", lambda *_: pytest.fail("it was traced"))
-    assert "does not say how much host memory" in fails(capsys, "plan", "opt-125m", "--hardware", "h200")
-
-
-def test_plan_passes_moments_and_fused_kernels_on(
-    stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(capsys, "plan", "opt-13b")[0] == 0
-    assert stub.calls["plan_from_trace"]["args"][2].moments == "float32"
-    assert not stub.calls["trace_step"]["use_fused_kernels"]
-    assert run(capsys, "plan", "opt-13b", "--moments", "8bit", "--fused-kernels")[0] == 0
-    assert stub.calls["plan_from_trace"]["args"][2].moments == "8bit"
-    assert stub.calls["trace_step"]["use_fused_kernels"]
-    loop = ("--optimizer-kernel", "for-loop")
-    for words, optimizer in ((), "adamw"), (loop, "adamw (for-loop)"), ((*loop, "--fused-kernels"), "adamw"):
-        assert run(capsys, "plan", "opt-13b", *words)[0] == 0
-        assert stub.calls["plan_from_trace"]["args"][2].optimizer_type.lower() == optimizer
-    assert run(capsys, "plan", "opt-13b", "--optimizer", "muon")[0] == 0
-    assert stub.calls["plan_from_trace"]["args"][2].optimizer_type == "muon"
-    assert stub.calls["trace_step"]["optimizer"] is None
-    path = str(make_trace("saved", 3).save(tmp_path / "trace.json"))
-    assert "--fused-kernels" in fails(capsys, "plan", path, "--fused-kernels")  # the trace has settled it
-    assert "invalid choice" in fails(capsys, "plan", "opt-13b", "--moments", "4bit")
 
 
 def test_plan_json_is_a_plan_that_can_be_loaded(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -278,13 +180,6 @@ def test_plan_takes_a_saved_trace(stub: Stub, capsys: pytest.CaptureFixture[str]
     assert stub.calls["plan_from_trace"]["args"][0] == saved
     assert "trace_step" not in stub.calls
     assert "--batch, --dtype" in fails(capsys, "plan", path, "--batch", "8", "--dtype", "bf16")
-
-
-def test_plan_takes_a_config_for_a_model(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "opt"}')
-    assert run(capsys, "plan", str(path))[0] == 0
-    assert stub.calls["build"]["args"] == (str(path),)
 
 
 def test_plan_of_a_plan_is_refused(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -322,27 +217,6 @@ def test_hardware_measure_saves(stub: Stub, capsys: pytest.CaptureFixture[str], 
     assert "start `elixir hardware --measure` with torchrun" in fails(capsys, "hardware", "--measure", "--no-spawn")
 
 
-def test_hardware_measure_tells_how_far_it_is_line_by_line_without_a_terminal(
-    stub: Stub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(capsys, "hardware", "--measure")
-    (progress,) = stub.calls["measure"]["args"]
-    progress("host memory", 0, 32)
-    assert capsys.readouterr().err == "1/32 host memory\n"
-
-
-def test_hardware_lists_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    points = ((1e6, 1.1e-4), (1e8, 1.01e-2))
-    profile = dataclasses.replace(make_hardware(), fits={"host_to_device.both": RateFit(1e-5, 1e10, 0.125, points)})
-    path = str(profile.save(tmp_path / "hw.json"))
-    status, out, _ = run(capsys, "hardware", "--show", path)
-    assert status == 0
-    assert "host to device.both bandwidth" in out
-    assert "10.0 GB/s" in out
-    assert str(points) not in out
-    assert "--plot" in fails(capsys, "hardware", "--show", path, "--plot", "fits.svg")  # no option any more
-
-
 def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -364,16 +238,6 @@ def test_doubtful_rates_are_shown_and_said_where_a_plan_is_made(
         caplog.clear()
         assert run(capsys, *words)[0] == 0
         assert "fits.host_to_device.both: its fit is off by up to 42%" in caplog.text
-
-
-def test_hardware_show_gives_sources(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "made up" in run(capsys, "hardware", "--show", "h200")[1]
-    assert json.loads(run(capsys, "hardware", "--show", "h200", "--json")[1])["artifact"] == "hardware_profile"
-
-
-@pytest.mark.parametrize("argv", ["--out hw.json", "--quick", "--list --measure", "--show a --measure"])
-def test_hardware_refuses_what_does_not_go_together(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fails(capsys, "hardware", *argv.split())
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -428,14 +292,6 @@ def test_files_that_are_nothing_of_ours(content: str, capsys: pytest.CaptureFixt
     assert "a.json" in fails(capsys, "show", str(path))
 
 
-def test_a_damaged_plan_names_the_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    data = make_plan(2).to_dict()
-    del data["chunks"][1]["weight_home"]
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(data))
-    assert "'chunks[1].weight_home' is missing" in fails(capsys, "show", str(path))
-
-
 def test_the_nearest_name_is_suggested(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.results["build"] = unknown_name("model", "opt-31b", ["opt-13b", "opt-30b"])
     assert "did you mean" in fails(capsys, "profile", "opt-31b")
@@ -466,28 +322,6 @@ def test_interrupted_is_130(stub: Stub, capsys: pytest.CaptureFixture[str]) -> N
     assert "interrupted" in fails(capsys, "profile", "x", status=130)
 
 
-def test_a_hedge_ends_with_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "plan", "opt-125m", "--hedge", "0.05")
-    assert status == 2
-    assert "--assume nominal" in err
-
-
-@pytest.mark.parametrize(
-    ("argv", "form", "model"),
-    [
-        ("profile --checkpoint opt-13b", "non-reentrant", "opt-13b"),
-        ("profile opt-13b --activation-checkpointing", "non-reentrant", "opt-13b"),
-        ("profile opt-13b --checkpoint --json", "non-reentrant", "opt-13b"),
-        ("profile opt-13b --activation-checkpointing reentrant", "reentrant", "opt-13b"),
-        ("profile --activation-checkpointing=reentrant opt-13b", "reentrant", "opt-13b"),
-        ("profile opt-13b", None, "opt-13b"),
-    ],
-)
-def test_checkpoint_takes_a_form_or_none(argv: str, form: str | None, model: str) -> None:
-    args = build_parser().parse_args(normalise(argv.split()))
-    assert (args.checkpoint, args.model) == (form, model)
-
-
 def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     from elixir.models.model_shape import model_names
 
@@ -497,41 +331,12 @@ def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in record)
 
 
-def test_the_installed_command_is_main() -> None:
-    assert isinstance(main, types.FunctionType)
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    assert 'elixir = "elixir.cli:main"' in text
-
-
 @pytest.mark.parametrize("model", ["no-such-model", "missing.json"])
 def test_a_model_that_is_missing_is_named_before_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     for machine in ("", " --hardware h200"):  # whose host memory nobody gave
         said = fails(capsys, *f"plan {model}{machine}".split())
         assert model in said
         assert "memory" not in said
-
-
-def test_a_plan_for_no_machine_says_for_which(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["plan", "x", "--brief"]) == 0
-    assert "no hardware given, and no GPU found here: planning for h200" in caplog.text
-
-
-@pytest.mark.parametrize(("flag", "says"), [("--dtype", "bf16, bfloat16"), ("--optimizer", "adam, adamax, adamw")])
-def test_an_empty_name_is_refused_with_those_that_are_known(
-    flag: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = fails(capsys, "profile", "opt-125m", flag, "")
-    assert "unknown" in said
-    assert says in said
-
-
-def test_progress_is_for_terminals_and_in_lines_where_a_command_asks_for_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for lines, said in ((False, ""), (True, "1/2 opt-125m on 1 x h200\n")):
-        with output.progress(lines=lines) as progress:
-            progress("opt-125m on 1 x h200", 0, 2)
-        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import main
 from elixir.files import aligned_buffer
 from tests.common import checkpoints
@@ -56,29 +55,6 @@ def test_export(runs: Path, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], torch.full((8, 4), 30.0).bfloat16())
     assert main(["checkpoint", "export", str(runs)]) == 2
     assert main(["checkpoint", "show", str(runs), "--hf", "x"]) == 2
-
-
-def test_prune_leaves_folders_that_a_user_has_named(runs: Path) -> None:
-    checkpoints.save(runs / "best", {"weight/a": torch.ones(2)}, sequence=1)
-    (runs / "step-00000010" / "notes.txt").write_text("mine")
-    assert main(["checkpoint", "prune", str(runs), "--keep", "1"]) == 0
-    assert sorted(path.name for path in runs.iterdir()) == ["best", "step-00000010", "step-00000030"]
-    assert [path.name for path in (runs / "step-00000010").iterdir()] == ["notes.txt"]
-    assert verify(runs / "best") == ()
-
-
-def test_prune_says_what_it_leaves(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut, marks = (
-        runs / "step-00000040",
-        [runs / "step-00000050" / f".0123456789abcdef-rank-{rank:05}" for rank in (0, 1)],
-    )
-    marks[0].parent.mkdir()
-    for path in (*marks, cut / "notes.txt"):
-        path.touch()
-    assert main(["checkpoint", "prune", str(runs)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"removed {cut}, but for notes.txt and what else is no checkpoint's", f"removed {marks[0].parent}"]
-    assert not marks[0].parent.exists()
 
 
 def test_prune(runs: Path) -> None:

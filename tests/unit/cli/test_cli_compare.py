@@ -28,24 +28,6 @@ def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path
     assert record["placed_differently"] == ["layers.1.weight", "layers.2.weight"]
 
 
-def test_compare_begins_with_speeds_and_prices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plan, prices = make_plan(4), tmp_path / "prices.csv"
-    prices.write_text(
-        f"machine,devices,per_hour,currency,source,read_on\n{plan.hardware_name},1,3.6,EUR,a,2026-11-09\n"
-    )
-    fast = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, seconds={"total": 0.5}))
-    fast = dataclasses.replace(fast, step=dataclasses.replace(plan.step, tokens=1000))
-    a, b = (str(made.save(tmp_path / f"{name}.json")) for name, made in (("a", plan), ("b", fast)))
-    fields = json.loads(run(capsys, "compare", a, b, "--prices", str(prices), "--json")[1])["fields"]
-    speed = 2000 * plan.world_size
-    assert list(fields)[:3] == ["tokens_per_s", "EUR an hour", "EUR a million tokens"]
-    assert fields["tokens_per_s"]["b"] == speed
-    assert fields["EUR an hour"]["b"] == 3.6 * plan.world_size
-    assert fields["EUR a million tokens"]["b"] == pytest.approx(3.6 * plan.world_size / 3600 / speed * 1e6)
-    hardware = str(make_hardware().save(tmp_path / "hw.json"))
-    assert "two plans" in fails(capsys, "compare", hardware, hardware, "--prices", str(prices))
-
-
 def test_compare_of_two_kinds_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     a, b = str(make_plan(2).save(tmp_path / "a.json")), str(make_hardware().save(tmp_path / "b.json"))
     assert "cannot compare a Plan with a HardwareProfile" in fails(capsys, "compare", a, b)

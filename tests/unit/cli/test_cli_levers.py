@@ -38,17 +38,6 @@ def test_flags_that_give_more_memory_give_enough(capsys: pytest.CaptureFixture[s
     assert main(["plan", *STEP, "--device-memory", "4GiB", *advised(text, "--host-budget"), "--brief"]) == 0
 
 
-@pytest.mark.parametrize(("machine", "said"), [("gb10", True), ("gh200", False)])
-def test_a_plan_says_that_a_host_with_the_devices_memory_frees_none(
-    machine: str, said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("opt-125m", "--hardware", machine, "--host-memory", "32GiB", "--seq", "64", "--brief")
-    assert main(["plan", *words, "--placement", "cpu"]) == 0
-    assert ("plan with --placement cuda" in capsys.readouterr().out) is said
-    assert main(["plan", *words, "--placement", "cuda"]) == 0
-    assert "--placement" not in capsys.readouterr().out
-
-
 def test_more_of_a_device_is_advised_only_while_it_has_more(capsys: pytest.CaptureFixture[str]) -> None:
     text = failed(capsys, *STEP[:-1], "26", "--assume", "nominal", "--host-budget", "512GiB")
     assert "--device-memory" not in text

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from elixir.cli import main, trial
 from elixir.hardware.profile import HardwareProfile
@@ -56,32 +55,6 @@ def test_bytes_are_as_predicted_and_the_file_is_learned(
     assert after.flops_per_s["float32"] == pytest.approx(before.flops_per_s["float32"] / 1.5)
     assert after.learned is not None
     assert after.learned.steps == len(found["steps"])
-
-
-def test_a_trial_says_what_was_not_as_predicted() -> None:
-    for measured, at_times, agrees in ((1000, 0, True), (1003, 0, False), (900, 0, False), (900, 100, True)):
-        assert trial.compared_bytes("device to host", 1000, measured, at_times)["agrees"] is agrees
-
-
-def test_the_observed_peak_is_of_what_is_allocated_meanwhile() -> None:
-    def call() -> None:
-        first = torch.zeros(1 << 18)
-        del first
-        second = torch.zeros(1 << 19)
-        third = torch.zeros(1 << 10)
-        del second, third
-
-    assert trial.allocated_peak(call) == 4 * ((1 << 19) + (1 << 10))
-
-
-def test_a_budget_that_is_too_small_is_refused_before_any_step(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["try", str(config), "--device-memory", "1MiB", "--host-budget", "1GiB"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "elixir try: error: " in printed.err
-    assert "--device-memory" in printed.err
 
 
 def test_learning_needs_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,15 +12,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from elixir.cli import main, show
-from elixir.errors import InputError, shortened
-from elixir.models import user_code
+from elixir.cli import main
+from elixir.errors import InputError
 from elixir.models.loading import build
 from elixir.models.step import default_input
 from tests.common.command_line import fails
@@ -152,40 +150,6 @@ def test_layers_that_user_code_has_compiled_are_planned_as_such(
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [("whole", "the model was given to torch.compile"), ("graphs", "0 is compiled with CUDA graphs")],
-)
-def test_a_compiled_model_that_no_plan_runs_is_refused(
-    model: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words("plan", folder, model=model), "--world-size", "2"]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_forward_and_import_that_end_the_process(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = name_of(folder)
-    assert main(["profile", f"{module}_ends:model"]) == 2
-    assert f"the import of {module}_ends has to return: SystemExit: 0" in capsys.readouterr().err
-    monkeypatch.setenv("ENDS_IN", "forward")
-    for command in ("profile", "fit"):
-        assert main(words(command, folder)) == 2
-        assert "the step has to return: SystemExit: 3" in capsys.readouterr().err
-
-
-def test_a_function_that_upsets_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(words("profile", folder))
-    expected = json.loads(capsys.readouterr().out) | {"trace_s": 0, "model": ""}
-    assert main([*words("profile", folder, model="upsets"), "--out", "trace.json"]) == 0
-    assert json.loads(capsys.readouterr().out) | {"trace_s": 0, "model": ""} == expected
-    assert (folder / "trace.json").exists()
-    assert torch.is_grad_enabled()
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.ones(1).device.type == "cpu"
-
-
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "deterministic": (
         lambda: torch.use_deterministic_algorithms(True, warn_only=True), torch.are_deterministic_algorithms_enabled,
@@ -195,24 +159,6 @@ CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
     "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("change", sorted(CHANGES))
-def test_settings_of_pytorch_are_put_back(change: str) -> None:
-    make, read = CHANGES[change]
-    before = read()
-    with user_code.contained("a test"):
-        make()
-        assert read() != before
-    assert read() == before
-
-
-def test_a_library_call_lets_interrupts_through(folder: Path) -> None:
-    module = name_of(folder)
-    with pytest.raises(KeyboardInterrupt):
-        build(f"{module}:interrupts")
-    with pytest.raises(InputError, match="has to return: SystemExit: 0"):
-        build(f"{module}:exits")
 
 
 def run(command: str, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -258,25 +204,6 @@ def test_an_interrupt_at_any_time_is_no_traceback(after_s: float) -> None:
     assert b"Traceback" not in err
 
 
-def test_an_interrupt_that_compiled_code_turned_into_an_error_is_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def importing(*_: Any, **__: Any) -> int:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("initialization failed") from None
-        return 0
-
-    monkeypatch.setattr(show, "run_models", importing)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores interrupts
-    try:
-        assert main(["models"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "elixir: interrupted\n"
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -320,14 +247,6 @@ def test_a_model_without_a_vocabulary_has_no_default_input() -> None:
         default_input(model, batch=1, seq=8)
 
 
-def test_long_values_are_shortened() -> None:
-    assert shortened("short") == "short"
-    text = shortened("a" * 5000 + "z")
-    assert len(text) < 90
-    assert text.startswith("aaa")
-    assert "z (5,001 characters)" in text
-
-
 def test_a_function_without_input_is_told_of_both_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "plain_models.py").write_text(
         "import torch\ndef make(): return torch.nn.Linear(2, 2)\ndef batch(): return {'input': torch.ones(1, 2)}\n"
@@ -335,17 +254,3 @@ def test_a_function_without_input_is_told_of_both_flags(folder: Path, capsys: py
     assert "(here: --inp module:function, --step module:function)" in fails(capsys, "profile", "plain_models:make")
     without_step = fails(capsys, "profile", "plain_models:make", "--inp", "plain_models:batch")
     assert without_step.strip().endswith("pass a step_fn that computes a loss (here: --step module:function)")
-
-
-def test_a_model_without_parameters_is_refused_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "without_parameters.py").write_text(
-        "import torch\n"
-        "def model(): return torch.nn.ReLU()\n"
-        "def inp(): return {'input': torch.ones(2, 4)}\n"
-        "def step(model, inp): model(**inp).sum()\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    argv = "profile without_parameters:model --inp without_parameters:inp --step without_parameters:step".split()
-    assert "ReLU has no parameters, so there is no step to plan" in fails(capsys, *argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
-from torch.utils.data import DataLoader
+from accelerate.utils import DistributedType
 
 from elixir.errors import InputError
-from elixir.integrations import accelerate
 from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.optimizer_list import OptimizerList
 from tests.common.accelerated import Loop, same
-from tests.common.quantised import loaded
 from tests.common.trainers import collate, llama, muon_and_adamw, rows
 
 ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
@@ -85,28 +81,6 @@ def test_micro_batches_of_a_step_pass_each_layer_together() -> None:
     assert accelerator.elixir.module.last_report.demand_loads == 0
 
 
-def test_adapters_over_streamed_weights_in_4_bits(tmp_path: Path) -> None:
-    loops = []
-    for accelerator in (Accelerator(cpu=True), ElixirAccelerator(cpu=True, elixir=ON_HOST)):
-        loops.append(Loop(accelerator, model=loaded("nf4", tmp_path, lora=True)))
-    plain, ours = loops
-    chunks = ours.accelerator.elixir.module.plan.chunks
-    assert any(chunk.dtype == "uint8" and not chunk.resident for chunk in chunks)
-    before = plain.weights()
-    assert ours.epoch() == plain.epoch()
-    assert same(plain.weights(), ours.weights())
-    moved = {name for name, value in ours.weights().items() if not torch.equal(value, before[name])}
-    assert moved == {name for name in before if "lora_" in name}
-    assert ours.accelerator.elixir.module.last_report.demand_loads == 0
-    for name, loop in (("plain", plain), ("ours", ours)):
-        loop.accelerator.save_state(str(tmp_path / name))
-    after = plain.epoch()
-    for name in ("ours", "plain"):
-        ours.accelerator.load_state(str(tmp_path / name), strict=False)  # bitsandbytes refuses its own names
-        assert ours.epoch() == after
-        assert same(plain.weights(), ours.weights())
-
-
 @pytest.mark.slow
 def test_a_streamed_plan_and_one_that_was_saved(tmp_path: Path) -> None:
     plain = Loop(Accelerator(cpu=True)).epoch()
@@ -128,20 +102,6 @@ def test_mixed_precision_is_the_dtype_of_the_plan() -> None:
     assert other.native_amp
 
 
-def test_a_dry_run_prepares_nothing() -> None:
-    accelerator = ElixirAccelerator(cpu=True, elixir=ON_HOST)
-    model = llama()
-    loader = DataLoader(rows(4, 0), batch_size=2, collate_fn=collate)
-    before = torch.get_rng_state()
-    plan = accelerator.plan(model, torch.optim.AdamW(model.parameters()), loader)
-    assert plan.placement == "cpu"
-    assert accelerator.elixir is None
-    assert torch.equal(before, torch.get_rng_state())
-    assert not model.lm_head.weight.is_meta
-    with pytest.raises(InputError, match="Adafactor is not elementwise"):
-        accelerator.plan(model, torch.optim.Adafactor(model.parameters()), loader)
-
-
 def test_refusals() -> None:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -158,14 +118,6 @@ def test_refusals() -> None:
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(InputError, match="make one for each"):
         accelerator.prepare(llama(), torch.optim.AdamW(llama().parameters()))
-
-
-def test_what_all_accelerators_share_stays() -> None:
-    shared = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
-    before = dict(shared.gradient_state.plugin_kwargs)
-    Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST), samples=4)
-    assert shared.gradient_state.plugin_kwargs == before
-    assert type(shared) is Accelerator
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
@@ -185,43 +137,3 @@ def test_other_precisions_and_kinds_of_parallelism_are_refused(monkeypatch: pyte
     monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(total_size=2), raising=False)
     with pytest.raises(InputError, match="data-parallel ranks only"):
         ElixirAccelerator.adopt(accelerator, {})
-
-
-def test_a_step_of_the_user_keeps_no_loss_of_its_trace() -> None:
-    losses: list[float] = []
-
-    def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.item())
-
-    accelerator = ElixirAccelerator(cpu=True, elixir={**ON_HOST, "step_fn": step})
-    accelerator.history = losses
-    model = llama()
-    accelerator.plan(model, torch.optim.AdamW(model.parameters()), DataLoader(rows(4, 0), 2, collate_fn=collate))
-    assert losses == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "code", "expected"), [(1, "", False), (2, "", True), (2, "import nothing_of_this", False)]
-)
-def test_what_accelerate_imports_later_is_there_before_memory_is_looked_at(
-    ranks: int, code: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WrappedError(Exception):
-        pass
-
-    def wrap(*args: object, **options: object) -> None:
-        raise WrappedError(str("datasets" in sys.modules))
-
-    (tmp_path / "datasets.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", accelerate)  # so that it is afterwards what it was before
-    del sys.modules["datasets"]
-    monkeypatch.setattr(accelerate, "is_datasets_available", lambda: True)
-    monkeypatch.setattr(accelerate, "wrap", wrap)
-    accelerator = ElixirAccelerator(cpu=True)
-    monkeypatch.setattr(ElixirAccelerator, "num_processes", ranks)
-    model = llama()
-    with pytest.raises(WrappedError, match=str(expected)):
-        accelerator.wrap(model, torch.optim.AdamW(model.parameters()), inp=rows(1, 0)[0])

@@ -73,11 +73,6 @@ def test_accelerates_plugin_compiles_the_layers() -> None:
     assert ours.accelerator.state.dynamo_plugin is plugin
 
 
-def test_an_option_of_ours_comes_before_accelerates_plugin() -> None:
-    accelerator = ElixirAccelerator(cpu=True, dynamo_backend="inductor", elixir={**ON_HOST, "compile": False})
-    assert not Loop(accelerator).model.plan.step.compiled
-
-
 def test_accelerates_plugin_with_cuda_graphs_is_refused() -> None:
     plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
     with pytest.raises(InputError, match=r"model.layers.0 is compiled with CUDA graphs.*mode='default'"):

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from elixir.integrations.accelerate import ElixirAccelerator
-from elixir.integrations.lightning import ElixirStrategy
 from elixir.integrations.transformers import ElixirTrainer
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
-from tests.common import accelerated, lit, trainers
+from tests.common import trainers
 from tests.common.on_disk import on_disk
 from tests.unit.integrations.test_trainer import SHORT, assert_same, same
 
@@ -52,37 +49,6 @@ def check(module: ElixirModule, drive: Path) -> None:
     assert report.busy_s["disk"] > 0
     assert list(drive.iterdir()) == []
     module.close()
-
-
-def test_an_accelerator_saves_and_goes_on_with_states_on_a_disk(drive: Path) -> None:
-    plain = accelerated.Loop(Accelerator(cpu=True, gradient_accumulation_steps=2))
-    losses = plain.epoch() + plain.epoch()
-    planned = ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=ON_HOST)
-    accelerated.Loop(planned)
-    given = options(planned.elixir.module.plan, drive)
-    ours = accelerated.Loop(ElixirAccelerator(cpu=True, gradient_accumulation_steps=2, elixir=given))
-    first = ours.epoch()
-    ours.accelerator.save_state(str(drive.parent / "saved"))
-    second = ours.epoch()
-    assert first + second == losses
-    ours.accelerator.load_state(str(drive.parent / "saved"))
-    assert ours.epoch() == second
-    assert accelerated.same(plain.weights(), ours.weights())
-    check(ours.accelerator.elixir.module, drive)
-
-
-def test_lightning_trains_and_saves_with_states_on_a_disk(drive: Path) -> None:
-    folder = drive.parent
-    plain, _ = lit.fitted("ddp", folder / "plain")
-    of_host = ElixirStrategy(device_memory="64MiB", host_budget="64MiB", placement_policy="cpu")
-    planned = of_host.dry_run(lit.trainer(of_host, folder / "planned"), lit.Module(), train_dataloaders=lit.data())
-    strategy = ElixirStrategy(**options(planned, drive))
-    ours, _ = lit.fitted(strategy, folder / "ours")
-    assert ours.logger.plain() == plain.logger.plain()
-    for run, name in ((plain, "plain.ckpt"), (ours, "ours.ckpt")):
-        run.save_checkpoint(folder / name)
-    assert lit.same(lit.states(folder / "plain.ckpt"), lit.states(folder / "ours.ckpt"))
-    check(strategy.elixir.module, drive)
 
 
 def test_a_trainer_trains_and_saves_with_states_on_a_disk(drive: Path) -> None:

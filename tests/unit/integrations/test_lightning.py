@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-import elixir.integrations.lightning as ours
 from elixir.errors import InputError, TraceError
 from elixir.integrations.lightning import ElixirStrategy
 from tests.common.lit import ByHand, Checkpointed, Late, Module, data, fitted, same, states, trainer
@@ -68,14 +66,6 @@ class Muons(Two):
         matrices = [each for each in self.body.parameters() if each.ndim == 2]
         others = [*(each for each in self.body.parameters() if each.ndim < 2), *self.head.parameters()]
         return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)
-
-
-class Level(Module):
-    """Logs something that never becomes better."""
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        super().validation_step(batch, index)
-        self.log("level", torch.tensor(1.0))
 
 
 def by_hand(module: Any, batch: Any) -> None:
@@ -154,64 +144,6 @@ def test_a_second_fit_manual_optimization_and_meta(tmp_path: Path) -> None:
     assert not any(value.is_meta for value in meta.strategy.elixir.module.release().parameters())
 
 
-def test_gradients_are_out_of_reach_and_their_norm_is_logged(tmp_path: Path) -> None:
-    more = {"max_epochs": 1, "val_check_interval": None, "enable_checkpointing": False}
-    with pytest.raises(InputError, match=r"body\.0\.weight\.grad is None .* model\.clip_grad_norm_\(\)"):
-        fitted(ElixirStrategy(**ON_HOST), tmp_path, Norms(), **more)
-    plain, _ = fitted("ddp", tmp_path, Norms(), **more)
-    done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path, **more)
-    norms = [row["grad_2.0_norm_total"] for row in plain.logger.rows if "loss" in row]
-    found = [row["elixir/grad_norm"] for row in done.logger.rows if "elixir/step_s" in row]
-    assert found == pytest.approx(norms, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_checkpoints_are_written_as_they_are_made_unless_the_user_has_a_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    class Writer(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            seen.append(Path(path).name)
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    strategies = ElixirStrategy(**ON_HOST), ElixirStrategy(**ON_HOST, checkpoint_io=Writer())
-    found = []
-    for number, strategy in enumerate(strategies):
-        folder = tmp_path / str(number)
-        if not number:
-            monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", lambda *_: seen.append("a copy"))
-        fitted(strategy, folder, callbacks=[ModelCheckpoint(folder, "{step}")], max_steps=2)
-        monkeypatch.undo()
-        (path,) = folder.glob("*.ckpt")
-        found.append(states(path))
-    assert seen == [path.name]
-    assert same(*found)
-
-
-def test_stops_early_and_tests_the_best_weights(tmp_path: Path) -> None:
-    outcomes = []
-    for name, strategy in (("plain", "ddp"), ("ours", ElixirStrategy(**ON_HOST))):
-        keep = ModelCheckpoint(tmp_path / name, "{step}", monitor="val_loss", save_top_k=1)
-        stop = EarlyStopping("level", patience=1)
-        done, module = fitted(strategy, tmp_path, Level(), callbacks=[stop, keep], max_epochs=9)
-        tested = done.test(module, data(8), ckpt_path="best", verbose=False)
-        outcomes.append((done.global_step, done.logger.plain(), Path(keep.best_model_path).name, tested))
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0] < 9  # of 27 steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_precision_is_the_dtype_of_the_plan(precision: str, tmp_path: Path) -> None:
-    done, _ = fitted(ElixirStrategy(**ON_HOST), tmp_path, precision=precision, callbacks=callbacks(tmp_path / "x"))
-    assert done.strategy.elixir.module.plan.dtype == {"bf16-true": "bfloat16", "16-true": "float16"}[precision]
-    assert {value.dtype for value in states(tmp_path / "x" / "step=4.ckpt").values() if value.is_floating_point()} == {
-        torch.float32
-    }
-
-
 def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
     strategy = ElixirStrategy(**ON_HOST)
     plan = strategy.dry_run(trainer(strategy, tmp_path), Module(), train_dataloaders=data())
@@ -237,17 +169,6 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
 
 
-@pytest.mark.slow
-def test_the_other_package_of_lightning_has_a_strategy_too(tmp_path: Path) -> None:
-    import pytorch_lightning
-
-    import elixir.integrations.pytorch_lightning as other
-
-    assert not issubclass(other.ElixirStrategy, ours.ElixirStrategy)
-    made = pytorch_lightning.Trainer(strategy="elixir", accelerator="cpu", devices=1, default_root_dir=str(tmp_path))
-    assert isinstance(made.strategy, other.ElixirStrategy)
-
-
 class Keeps(Module):
     """Keeps its losses, and counts."""
 
@@ -258,10 +179,3 @@ class Keeps(Module):
         self.history.append(loss.item())
         self.steps += 1
         return loss
-
-
-def test_what_a_training_step_keeps_is_as_before(tmp_path: Path) -> None:
-    strategy, module = ElixirStrategy(**ON_HOST), Keeps()
-    module.history = history = list[Any]()  # type: ignore[assignment]
-    strategy.dry_run(trainer(strategy, tmp_path), module, train_dataloaders=data())
-    assert (history, module.steps) == ([], 0)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
-from collections.abc import Callable
 from functools import partialmethod
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
-from elixir.integrations.accelerate import ElixirAccelerator
 from elixir.integrations.lightning import ElixirPrecision, ElixirStrategy
 from elixir.integrations.optimizer_list import OptimizerList
 from elixir.integrations.run import read_options
-from elixir.integrations.transformers import ElixirMixin, ElixirTrainer
-from elixir.units import MIB
-from tests.common.accelerated import Loop
-from tests.common.lit import fitted
-from tests.common.trainers import make
+from elixir.integrations.transformers import ElixirMixin
 
 ON_HOST = {"device_memory": "64MiB", "host_budget": "64MiB", "placement": "cpu"}
 
@@ -69,25 +61,3 @@ def test_a_fit_without_a_step_has_no_plan() -> None:
         ElixirStrategy().dry_run(Idle.__new__(Idle), None)
     with pytest.raises(InputError, match=r"train\(\) ended before it came to a plan"):
         Idle.__new__(Idle).plan()
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        lambda folder: make(ElixirTrainer, folder, elixir=ON_HOST, max_steps=2).train(),
-        lambda folder: Loop(ElixirAccelerator(cpu=True, elixir=ON_HOST), 2).epoch(),
-        lambda folder: fitted(ElixirStrategy(**ON_HOST), folder, max_steps=2, max_epochs=-1),
-    ],
-    ids=["trainer", "accelerate", "lightning"],
-)
-def test_too_little_memory_is_refused_and_the_size_that_is_named_runs(
-    train: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = {"bytes": MIB}
-    monkeypatch.setattr("elixir.wrapper.account.plan_promise.free_host_bytes", lambda: free["bytes"])
-    with pytest.raises(InputError, match=r"more of host memory, but only .* are free.*: .* MiB more suffice") as said:
-        train(tmp_path)
-    found = re.search(r": ([\d.]+) MiB more suffice", str(said.value))
-    assert found is not None
-    free["bytes"] += int(float(found[1]) * MIB) + 1
-    train(tmp_path)

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from safetensors.torch import load_file
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
 
 import elixir
-from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError, TraceError
+from elixir.errors import ArtifactError, InputError, InputTypeError, TraceError
 from elixir.integrations import accelerate
 from elixir.integrations.optimizer_list import OptimizerList
-from elixir.integrations.run import Run
 from elixir.integrations.transformers import ElixirTrainer, ElixirTrainingArguments, with_elixir
 from elixir.plan.plan import Plan
 from tests.common.trainers import PLAIN, Trained, arguments, llama, logged, make, muon_and_adamw, rows, train
@@ -96,20 +94,6 @@ def test_muon_and_adamw_in_a_list_train_and_are_resumed(tmp_path: Path) -> None:
         resumed.trainer.elixir.module.close()
 
 
-def test_a_factory_may_make_several_optimizers(tmp_path: Path) -> None:
-    ways: dict[type, Any] = {PLAIN: OptimizerList, ElixirTrainer: list}
-    found = {}
-    for kind, way in ways.items():
-        factory = lambda way=way: lambda model: way(muon_and_adamw(model))  # noqa: E731
-        more: dict[str, Any] = {"elixir": ON_HOST} if kind is ElixirTrainer else {}
-        trainer = make(kind, tmp_path / kind.__name__, optimizer_cls_and_kwargs=(factory, {}), **more, **SHORT)
-        if kind is ElixirTrainer:
-            assert trainer.plan().optimizer.startswith("Muon + AdamW")
-        trainer.train()
-        found[kind] = logged(trainer)
-    assert found[PLAIN] == found[ElixirTrainer]
-
-
 def test_micro_batches_of_a_step_pass_each_layer_together(tmp_path: Path) -> None:
     more: dict[str, Any] = {"samples": 5, "num_train_epochs": 1, "gradient_checkpointing": True}
     plain = train(PLAIN, tmp_path / "plain", **more)
@@ -122,17 +106,6 @@ def test_micro_batches_of_a_step_pass_each_layer_together(tmp_path: Path) -> Non
     assert module.plan.pass_size == 2
     assert module.last_report.micro_batches == 1  # one pass, with one backward
     module.close()
-
-
-def test_a_number_is_logged_from_the_step_on_in_which_it_is_not_0() -> None:
-    report: dict[str, float] = {"step_s": 0.5, "deviations": 0, "predicted_loads": 3, "busy_fetch_s": 0.1}
-    module: Any = SimpleNamespace(last_report=SimpleNamespace(to_dict=lambda: report))
-    run = Run(module, [], is_main=False)
-    assert run.numbers() == {"elixir/step_s": 0.5}
-    report["deviations"] = 2
-    assert run.numbers() == {"elixir/step_s": 0.5, "elixir/deviations": 2}
-    report["deviations"] = 0
-    assert run.numbers() == {"elixir/step_s": 0.5, "elixir/deviations": 0}  # a curve without gaps
 
 
 @pytest.mark.slow
@@ -278,18 +251,6 @@ def test_a_second_run_and_a_new_model_are_wrapped(tmp_path: Path) -> None:
     assert again.elixir.module is not before
 
 
-def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
-    trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT)
-    plan = trainer.plan()
-    assert (plan.placement, plan.accumulation, trainer.elixir) == ("cpu", 2, None)
-    assert not tmp_path.joinpath("elixir_plan.json").exists()
-    with pytest.raises(PlanError, match="KiB"):
-        make(ElixirTrainer, tmp_path, elixir={"device_memory": "4KiB", "host_budget": "64MiB"}, **SHORT).plan()
-    with torch.device("meta"):
-        model = llama()
-    assert make(ElixirTrainer, tmp_path, model=model, elixir=ON_HOST, **SHORT).plan() == plan
-
-
 @pytest.mark.parametrize(
     ("elixir", "more", "says"),
     [
@@ -309,14 +270,6 @@ def test_a_dry_run_plans_and_says_what_would_fit(tmp_path: Path) -> None:
 def test_refuses_before_planning(elixir: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises((ArtifactError, InputError, InputTypeError), match=says):
         make(ElixirTrainer, tmp_path, elixir=elixir, **SHORT, **more)
-
-
-@pytest.mark.parametrize("call", ["plan", "train"])
-def test_refuses_an_optimizer_that_is_not_elementwise(call: str, tmp_path: Path) -> None:
-    trainer = make(ElixirTrainer, tmp_path, elixir=ON_HOST, **SHORT, optim="adafactor")
-    with pytest.raises(InputError, match="Adafactor is not elementwise"):
-        getattr(trainer, call)()
-    assert trainer.elixir is None
 
 
 def test_refuses_a_model_on_meta_whose_weights_are_not_there(tmp_path: Path) -> None:
@@ -390,13 +343,3 @@ class Measures(Trainer):
         self.measured.append((outputs.logits.argmax(-1) == inputs["input_ids"]).float().mean().item())
         self.counted["steps"] += 1
         return (loss, outputs) if return_outputs else loss
-
-
-def test_metrics_of_a_trainer_hold_what_its_steps_made(tmp_path: Path) -> None:
-    plain = make(Measures, tmp_path / "plain", **SHORT)
-    ours = make(with_elixir(Measures), tmp_path / "ours", elixir=ON_HOST, **SHORT)
-    ours.plan()
-    assert (ours.measured, ours.counted) == ([], {"steps": 0})
-    for trainer in (plain, ours):
-        trainer.train()
-    assert (ours.measured, ours.counted) == (plain.measured, plain.counted)

@@ -74,19 +74,6 @@ def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> Non
         assert [entry["step"] for entry in state["log_history"]] == list(range(1, int(step[-1]) + 1))
 
 
-def test_a_plan_leaves_the_metrics_of_the_trainer_empty(tmp_path: Path) -> None:
-    trainer = with_elixir(trl.SFTTrainer)(
-        model=llama(),
-        args=arguments(trl.SFTConfig, tmp_path),
-        train_dataset=datasets.Dataset.from_list(rows(20, 0)),
-        processing_class=tokenizer(),
-        elixir=ROOMY,
-    )
-    before = repr((trainer._metrics, trainer._total_train_tokens))
-    trainer.plan()
-    assert repr((trainer._metrics, trainer._total_train_tokens)) == before
-
-
 def preferred(kind: Any, folder: Path, *, lora: str = "", elixir: Any = None, **more: Any) -> Any:
     """A trainer of TRL's DPO: with a reference model, or with adapters, whose base is the reference."""
     peft = pytest.importorskip("peft") if lora else None

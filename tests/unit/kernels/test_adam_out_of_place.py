@@ -16,7 +16,7 @@ from elixir.errors import InputError
 from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, step_numbers
 from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.step import COPIED, ONE_PASS, Combination, absent_kernels, adam_step, build_kernel, kernel_for
+from elixir.kernels.adam.step import COPIED, ONE_PASS, Combination, adam_step, build_kernel
 from tests.common import inside
 from tests.common.early import needs_kernel
 
@@ -41,11 +41,6 @@ def _nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_COMPILE", "wait")
-
-
-@pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
 
 
 def states(numel: int, kind: str, seed: int, at: int = 0) -> MasterStates:
@@ -101,19 +96,6 @@ def test_the_kernel_has_the_bits_of_the_step_in_place(
 
 
 @needs_kernel
-def test_the_kernel_takes_any_place_and_any_number_of_threads(compiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "THREAD_NUMEL", 1)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            for kind in ("float32", "bfloat16"):
-                both_ways(gradient_of(1000, torch.bfloat16)[3:], kind, torch.bfloat16, at=5)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@needs_kernel
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e-40, 3e38])
 def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_number(
     value: float, compiles: None
@@ -129,42 +111,6 @@ def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_n
     for mine, theirs in zip((new.master, *new.moments.tensors(), outs[1]), (place.master, *place.moments.tensors(), outs[0]), strict=True):  # fmt: skip
         assert torch.equal(mine.isnan(), theirs.isnan())
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("at", [0, 256, 300])
-def test_a_copy_that_is_stepped_has_the_bits_too(kind: str, at: int, without_compiler: None) -> None:
-    for numel in (1, 256, 1000):
-        both_ways(gradient_of(numel, torch.bfloat16), kind, torch.bfloat16, at=at)
-
-
-def test_without_a_compiler_states_are_copied(without_compiler: None, compiles: None) -> None:
-    assert both_ways(gradient_of(1000, torch.float32), "float32", None) == {COPIED}
-    assert absent_kernels() == ["CPU Adam (float32, no weights, float32 moments)"]
-
-
-def form_of_step(numel: int = 1000) -> str:
-    old, new = states(numel, "float32", 0), states(numel, "float32", 1)
-    return adam_step(gradient_of(numel, torch.float32), old.master, None, old.moments, OPTIONS[0], 3, into=new)
-
-
-@needs_kernel
-@pytest.mark.parametrize("mode", ["0", "1", "now"])
-def test_no_switch_keeps_the_kernel_from_steps_that_plans_count_on(
-    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ELIXIR_COMPILE", mode)
-    monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))  # one that is kept may be there at once
-    assert form_of_step() == COPIED  # nobody waits for it
-    assert absent_kernels() == []
-    assert form_of_step() == ONE_PASS
-
-
-@needs_kernel
-def test_a_kernel_that_was_begun_is_there_for_the_first_step() -> None:
-    kernel_for(Combination(torch.float32, None, "float32"), 1, separate=True)
-    assert absent_kernels() == []
-    assert form_of_step() == ONE_PASS
 
 
 @needs_kernel

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
-import io
 import os
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +63,6 @@ def test_same_bits_as_in_memory(dtype: torch.dtype, moments: str, fraction: floa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_states_on_the_disk_take_no_memory_between_steps(tmp_path: Path) -> None:
-    mine = parameters(torch.float32)
-    optimizer = HybridAdam(mine, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    train(mine, optimizer, 1)
-    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    assert kept
-    assert all(value.untyped_storage().nbytes() <= 4 for value in kept)
-
-
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nvme_offload_dir"):
         HybridAdam(parameters(torch.float32), nvme_offload_fraction=0.5)
@@ -114,63 +101,6 @@ def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, mine, other))
 
 
-def test_a_disk_that_is_full_while_states_are_loaded_gives_no_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, other = parameters(torch.float32), parameters(torch.float32)
-    twin = HybridAdam(other)
-    train(other, twin, 2)
-    optimizer = HybridAdam(mine, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    train(mine, optimizer, 1)
-    calls, write = [0], os.pwrite
-
-    def second_fails(*args: Any) -> int:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
-
-    with monkeypatch.context() as full:
-        full.setattr(os, "pwrite", second_fails)
-        with pytest.raises(DiskError, match="No space left"):
-            optimizer.load_state_dict(twin.state_dict())
-    for asked in (optimizer.state_dict, lambda: train(mine, optimizer, 1)):
-        with pytest.raises(DiskError, match="No space left"):
-            asked()
-
-
-def test_a_state_dict_without_states_begins_anew(tmp_path: Path) -> None:
-    on_disk, in_memory = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizers = (
-        HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path),
-        HybridAdam(in_memory),
-    )
-    for mine, optimizer in zip((on_disk, in_memory), optimizers, strict=True):
-        fresh = copy.deepcopy(optimizer.state_dict())
-        train(mine, optimizer, 2)
-        optimizer.load_state_dict(fresh)
-        train(mine, optimizer, 2)
-    assert all(map(torch.equal, on_disk, in_memory))
-
-
-def saved_and_loaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), saved_and_loaded])
-def test_a_copy_is_whole(copied: Callable[[Any], Any], tmp_path: Path) -> None:
-    mine = parameters(torch.bfloat16)
-    optimizer = HybridAdam(mine, moments="8bit", nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    train(mine, optimizer, 2)
-    theirs, other = copied((mine, optimizer))
-    train(mine, optimizer, 2)
-    train(theirs, other, 2)
-    assert all(map(torch.equal, mine, theirs))
-
-
 def test_a_step_that_raises_leaves_all_states(tmp_path: Path) -> None:
     on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
     optimizers = (
@@ -187,39 +117,3 @@ def test_a_step_that_raises_leaves_all_states(tmp_path: Path) -> None:
             optimizer.step()
         train(mine, optimizer, 2)
     assert all(map(torch.equal, on_disk, in_memory))
-
-
-def test_states_that_are_replaced_go_to_the_disk(tmp_path: Path) -> None:
-    on_disk, in_memory = parameters(torch.float32), parameters(torch.float32)
-    optimizers = (
-        HybridAdam(on_disk, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path),
-        HybridAdam(in_memory),
-    )
-    for mine, optimizer in zip((on_disk, in_memory), optimizers, strict=True):
-        train(mine, optimizer, 2)
-        optimizer.state[mine[0]] = {
-            "step": torch.tensor(1.0),
-            "exp_avg_sq": torch.ones_like(mine[0]),
-            "exp_avg": torch.full_like(mine[0], 0.1),
-        }
-        optimizer.state[mine[1]].clear()
-        train(mine, optimizer, 2)
-    assert all(map(torch.equal, on_disk, in_memory))
-    assert all(value.untyped_storage().nbytes() <= 4 for value in optimizers[0].state[on_disk[0]].values())
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files of a process are counted by /proc")
-def test_a_dropped_optimizer_gives_its_file_back(tmp_path: Path) -> None:
-    def held() -> list[str]:
-        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        return [str(link.readlink()) for link in links if str(link.readlink()).startswith(str(tmp_path))]
-
-    mine = parameters(torch.float32)
-    optimizer = HybridAdam(mine, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    train(mine, optimizer, 1)
-    assert len(held()) == 1
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert len(held()) == 1
-    del optimizer
-    gc.collect()
-    assert held() == []

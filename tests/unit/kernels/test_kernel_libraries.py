@@ -215,36 +215,3 @@ def test_kernels_that_are_no_torch_functions_see_streamed_weights(name: str, mon
     )
     assert made[-1].counts == {"cross_entropy": ("elixir", 1), **expected}
     train_with_plain(it, module, plain, 1e-5)
-
-
-@pytest.mark.usefixtures("libraries_present")
-def test_a_patch_that_fails_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model, inp = language_case("llama")
-    expected = model(**inp).loss
-    fused = FusedKernels(model, {"swiglu": "plain", "cross_entropy": "plain"}, "cuda")
-    assert fused.counts == {"rms_norm": ("apex", 5)}
-    assert "liger-kernel failed, and is not used for LlamaForCausalLM: half done" in caplog.text
-    assert not any("in_place" in vars(part) for part in model.modules())
-    fused.remove()
-    assert torch.equal(model(**inp).loss, expected)
-
-
-@pytest.mark.usefixtures("libraries_present")
-def test_a_kind_that_a_library_does_not_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    for kind, name in (("layer_norm", "liger"), ("layer_norm", "apex"), ("rms_norm", "liger")):
-        caplog.clear()
-        FusedKernels(language_case("llama")[0], {kind: name}, "cuda").remove()
-        assert (f"{kind} is not run by {name} here" in caplog.text) == (kind == "layer_norm")
-
-
-@pytest.mark.usefixtures("libraries_present")
-def test_a_patch_changes_neither_class_nor_file_nor_what_a_trace_runs() -> None:
-    import transformers.models.llama.modeling_llama as llama
-
-    model, _ = language_case("llama")
-    names, attributes = dict(vars(llama)), [dict(vars(part)) for part in model.modules()]
-    fused = FusedKernels(model, True, "cuda")
-    assert vars(llama) == names
-    fused.remove()
-    assert [dict(vars(part)) for part in model.modules()] == attributes
-    assert set(FusedKernels(model, True, "cuda", traced=True).counts) == {"cross_entropy"}

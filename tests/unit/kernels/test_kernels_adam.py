@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import platform
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_rule, adam_scalars
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
-from elixir.optimizer_states import moments_size
 from tests.common import inside
 from tests.common.early import needs_kernel
 
@@ -97,43 +92,6 @@ def test_the_plain_function_is_torchs_adam_too(options: AdamOptions) -> None:
     assert distance(master, by_torch(weights, gradients, options)) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_the_rounded_masters_and_the_gradient_is_left_alone(kind: str, dtype: torch.dtype) -> None:
-    weights, gradients = recorded(700, 3, dtype)
-    master, out, moments = weights.clone(), torch.zeros(700, dtype=dtype), make_moments(700, kind)
-    for step, gradient in enumerate(gradients, 1):
-        before = gradient.clone()
-        adam_step(gradient, master, out, moments, AdamOptions(), step, factor=0.5)
-        assert torch.equal(gradient, before)
-        assert torch.equal(out, master.to(dtype))
-    assert not torch.equal(master, weights)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_factor_multiplies_the_gradient(kind: str) -> None:
-    weights, gradients = recorded(700, 5, torch.bfloat16)
-    results = []
-    for factor in (0.25, 1.0):
-        master, moments = weights.clone(), make_moments(700, kind)
-        for step, gradient in enumerate(gradients, 1):
-            given = gradient if factor != 1.0 else gradient * 0.25  # a power of two: exact in bfloat16
-            adam_step(given, master, None, moments, AdamOptions(lr=0.1, eps=1e-4), step, factor=factor)
-        results.append(master)
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 1000])
-def test_states_take_the_bytes_that_are_promised(kind: str, numel: int) -> None:
-    moments = make_moments(numel, kind)
-    assert moments.nbytes == moments_size(kind).nbytes(numel)
-    if numel:
-        before = [tensor.shape for tensor in moments.tensors()]
-        adam_step(torch.ones(numel), torch.ones(numel), None, moments, AdamOptions(), 1)
-        assert [tensor.shape for tensor in moments.tensors()] == before
-
-
 @pytest.mark.parametrize(("kind", "limit"), [("bfloat16", 0.01), ("8bit", 0.1)])
 def test_fewer_bits_move_the_weights_nearly_alike(kind: str, limit: float) -> None:
     """The error is measured against how far the weights moved, not against how large they are."""
@@ -144,37 +102,6 @@ def test_fewer_bits_move_the_weights_nearly_alike(kind: str, limit: float) -> No
         adam_step(gradient, master, None, moments, options, step)
     expected = by_torch(weights, gradients, options)
     assert distance(master - weights, expected - weights) < limit
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "8bit"])
-def test_second_moments_decay_without_bias(kind: str) -> None:
-    """A step takes away a thousandth, which rounding to nearest would put back each time."""
-    numel, steps = 4096, 200
-    moments = make_moments(numel, kind)
-    master = torch.zeros(numel)
-    adam_step(torch.ones(numel), master, None, moments, AdamOptions(), 1)
-    start = read_moments(moments, numel)[1].mean()
-    for step in range(2, steps + 2):
-        adam_step(torch.zeros(numel), master, None, moments, AdamOptions(), step)
-    left = float(read_moments(moments, numel)[1].mean() / start)
-    assert left == pytest.approx(0.999**steps, rel=0.02)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_to_rest_when_their_gradients_stop(kind: str) -> None:
-    """Other weights in the same block go on: a first moment that stayed would be divided by ever less."""
-    generator = torch.Generator().manual_seed(0)
-    master, moments = torch.zeros(512), make_moments(512, kind)
-    options = AdamOptions(lr=1e-3, beta2=0.9)
-    for step in range(1, 301):
-        gradient = torch.randn(512, generator=generator)
-        if step > 50:
-            gradient[::2] = 0.0
-        if step == 200:
-            before = master.clone()
-        adam_step(gradient, master, None, moments, options, step)
-    assert float((master - before)[::2].abs().max()) < 1e-3  # a single step of those that go on
-    assert float((master - before)[1::2].abs().mean()) > 1e-3
 
 
 def test_8_bit_codes_are_unbiased_and_never_lose_a_second_moment() -> None:
@@ -271,39 +198,6 @@ def compiling() -> list[threading.Thread]:
 
 
 @needs_kernel
-def test_a_step_runs_compiled_once_the_kernel_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones do not have it compiled, and run it if it is there."""
-    monkeypatch.setattr(native, "SMALL_NUMEL", 512)
-    go_on, build = threading.Event(), native.build_kernel
-    monkeypatch.setattr(native, "build_kernel", lambda one: go_on.wait(60) and build(one))
-    values = torch.ones(512)
-    for kind, eager in (("float32", "in pieces"), ("bfloat16", "plain"), ("8bit", "plain")):
-        go_on.clear()
-        found = []
-        for mode, numel in (("0", 512), ("1", 511), ("1", 512), ("now", 512), ("1", 511), ("0", 512)):
-            monkeypatch.setenv("ELIXIR_COMPILE", mode)
-            given = values[:numel], values[:numel].clone(), None, make_moments(numel, kind), AdamOptions(), 1
-            found.append(adam_step(*given))
-            assert bool(compiling()) == (len(found) in (3, 4))
-            if len(found) == 4:
-                go_on.set()
-                for thread in compiling():
-                    thread.join()
-        assert found == [eager, eager, eager, eager, "compiled", eager]
-
-
-def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("ELIXIR_COMPILE", "wait")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    moments = make_moments(native.SMALL_NUMEL)
-    with caplog.at_level(logging.INFO, logger="elixir.kernels"):
-        for _ in range(3):
-            step_once(native.SMALL_NUMEL, moments)
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "no-such-compiler" in caplog.text or platform.machine() not in caplog.text
-
-
-@needs_kernel
 @pytest.mark.parametrize(
     ("text", "why"),
     [("echo no luck >&2; echo an error: $# >&2; exit 1", "an error: "), ("exit 3", "it ended with 3")],
@@ -339,25 +233,6 @@ def test_the_variable_has_four_values(monkeypatch: pytest.MonkeyPatch) -> None:
         native.mode()
 
 
-def test_a_process_that_ends_waits_for_its_compiler(tmp_path: Path) -> None:
-    """Nothing of it is left running, or half made."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nsleep 1; echo over >&2; exit 1\n")
-    compiler.chmod(0o700)
-    source = (
-        "import torch\nfrom elixir.kernels.adam.step import Combination, kernel_for\n"
-        "assert kernel_for(Combination(torch.float32, None, 'float32'), 10**6) is None\nprint('end')"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ELIXIR_COMPILE": "1", "CXX": str(compiler)}
-    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "end\n")
-    assert "it ended with 1" in done.stderr or platform.machine().lower() not in ("x86_64", "amd64")
-    assert not list((tmp_path / "cache" / "elixir").iterdir())
-
-
 COMBINATIONS = [
     ("float32", torch.bfloat16, torch.bfloat16),
     ("float32", torch.float32, None),
@@ -365,25 +240,6 @@ COMBINATIONS = [
     ("bfloat16", torch.bfloat16, torch.bfloat16),
     ("8bit", torch.bfloat16, torch.bfloat16),
 ]
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_the_programs_default_dtype_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch, default: torch.dtype) -> None:
-    """A kernel is compared in a thread, at any moment, with tensors that it reads as float32."""
-    seen: set[torch.dtype] = set()
-
-    def no_kernel(gradient: Any, old: Any, new: Any, *_: Any) -> None:
-        seen.update((old.master.dtype, new.master.dtype, old.moments.exp_avg.dtype))
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        assert not native.has_same_bits(native.Combination(torch.bfloat16, torch.bfloat16, "float32"), no_kernel)
-        gradient, master = torch.ones(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.float32)
-        adam_step(gradient, master, None, make_moments(100), AdamOptions(), 1)
-    finally:
-        torch.set_default_dtype(before)
-    assert seen == {torch.float32}
 
 
 def test_no_step_waits_for_a_thread_that_is_not_there(

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
@@ -68,68 +62,6 @@ def test_profile_has_measured_rates_and_the_preset_for_the_rest() -> None:
         assert getattr(profile, field) != getattr(base, field)
     assert profile.launch_s is not None
     assert 1e-7 < profile.launch_s < 0.1
-
-
-def test_slow_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = F.linear
-
-    def slow(*args: torch.Tensor) -> torch.Tensor:
-        time.sleep(5e-3)
-        return linear(*args)
-
-    monkeypatch.setattr(F, "linear", slow)
-    profile = measure_briefly(0.05, tokens=1)
-    assert profile.flops_per_s["float32"] <= 2 * 6 * 4 * 768**2 / 5e-3
-
-
-def test_what_lanes_take_from_products_is_seen(clock: Clock) -> None:
-    """Each product of 1 s is held up by work of the lane for 4 s."""
-    wanted, worked = threading.Semaphore(0), threading.Semaphore(0)
-
-    def product() -> None:
-        wanted.release()
-        assert worked.acquire(timeout=60)
-        clock.work(1.0)
-
-    def of_the_lane() -> None:
-        if wanted.acquire(timeout=0.01):  # none is wanted after the last product
-            clock.work(4.0)
-            worked.release()
-
-    products = inside.rate_of_work(product, 1.0)
-    with ThreadPoolExecutor(1) as worker:
-        lane = inside.rate_of_work(of_the_lane, 1.0, worker)
-        lane.turn(products, 15.0)
-    assert (products.runs, products.spent_s) == (3, 15.0)
-    assert lane.runs >= 3
-
-
-class _Block(nn.Module):
-    """`brief.between_products` in a module: what is counted must be what a trace counts of it."""
-
-    def __init__(self, bound: bool) -> None:
-        super().__init__()
-        self.scale, self._bound = nn.Parameter(torch.ones(ROWS[-1])), bound
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        scaled = rows * self.scale
-        return brief.between_products(scaled) if self._bound else scaled
-
-
-def test_operators_are_counted_as_a_trace_counts_them() -> None:
-    def work(bound: bool) -> tuple[int, float]:
-        trace = trace_step(
-            _Block(bound),
-            {"rows": torch.ones(ROWS)},
-            lambda model, inp: model(**inp).backward(inp["rows"]),
-            hardware=preset("cpu"),
-        )
-        run = [trace.operations[index] for access in trace.accesses for index in access.operations]
-        return len(run), sum(each.moved_bytes for each in run) / (4 * math.prod(ROWS))
-
-    operators, passes = (with_it - bare for with_it, bare in zip(work(True), work(False), strict=True))
-    assert operators == brief.BLOCK_OPERATORS
-    assert passes == pytest.approx(brief.BLOCK_PASSES, rel=0.02)  # and what layer norm keeps of each row
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.0, 1), (float("nan"), 1), (1.0, 0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from elixir.errors import InputError
 from elixir.files import DIRECT_BYTES
-from elixir.hardware.profile import HardwareProfile, preset
+from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import disk, machine, measure
 from elixir.microbench.bench import Bench, Job
 from elixir.microbench.disk import check_folder, disk_jobs, disk_series, file_system
@@ -48,34 +48,6 @@ def test_both_ways_are_measured_and_no_file_is_left(
     # Where the page cache takes part, what it holds goes after every transfer.
     assert direct or dropped.count(os.POSIX_FADV_DONTNEED) >= sum(len(s.points) * s.repeats for s in found[:3])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_profile_learns_of_a_disk(tmp_path: Path) -> None:
-    unknown = replace(preset("h200"), disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
-    known = disk.with_disk(unknown, tmp_path)
-    assert known.knows_disk
-    assert not unknown.knows_disk
-    assert known.disk_free_bytes is not None
-
-
-def test_several_drives_are_measured_together(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    series = disk_series(QUICK, *folders)
-    assert all(each.how.count("one file on") == 2 for each in series)
-    assert disk.with_disk(preset("h200"), *folders).knows_disk
-    assert all(list(folder.iterdir()) == [] for folder in folders)
-
-
-def test_what_is_free_on_several_drives_is_what_all_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-    free = {"a": 600, "b": 400, "c": 1000}
-    monkeypatch.setattr(disk.FILES, "free_bytes", lambda folder: free[folder.name])
-    assert disk.free_disk_bytes(folders[2]) == 1000
-    assert disk.free_disk_bytes(*folders) == 3 * (400 // 3)  # all three share a drive
 
 
 def test_writes_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

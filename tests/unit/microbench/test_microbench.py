@@ -10,11 +10,7 @@ import os
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,26 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
-from elixir.hardware.host_share import HostView
-from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes, total_host_bytes
-from elixir.hardware.profile import HardwareProfile, load_hardware, preset
+from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
 from elixir.microbench import bench as bench_module
-from elixir.microbench import compute, measure
-from elixir.microbench.bench import Bench, Effort, Job, Workload, geometric, median_seconds
+from elixir.microbench import measure
+from elixir.microbench.bench import Bench, Effort, Job, median_seconds
 from elixir.microbench.compute import (
     adam_jobs,
-    adam_work,
-    attention_work,
     compute_jobs,
-    compute_threads,
-    host_adam,
     matmul_work,
-    thread_counts,
 )
 from elixir.microbench.fitting import Series, fit_points
 from elixir.microbench.ranks import Ranks, joined
-from elixir.microbench.transfers import collective_jobs, memory_work, transfer_jobs
+from elixir.microbench.transfers import collective_jobs, transfer_jobs
 from tests.common import inside
 from tests.common.profile_scripts import PROFILE, frame
 
@@ -94,16 +84,6 @@ def test_a_fit_finds_the_line_that_points_lie_on(latency_s: float, per_s: float)
     assert len(fit.points) == 4
 
 
-def test_small_amounts_weigh_as_much_as_large_ones() -> None:
-    """A least-squares fit of seconds would give the latency away for one percent of the largest time."""
-    points = line(1e-5, 1e10, (1e4, 1e5, 1e6, 1e7, 1e8, 1e9))
-    amount, seconds = points[-1]
-    fit = fit_points([*points[:-1], (amount, seconds * 1.02)])
-    assert fit.latency_s == pytest.approx(1e-5, rel=0.02)
-    assert 0 < fit.error < 0.02
-    assert fit.error == pytest.approx(max(abs(fit.seconds(amount) / seconds - 1) for amount, seconds in fit.points))
-
-
 def test_latency_is_never_negative() -> None:
     # In a cache the small ones are faster than the rate of large amounts.
     fit = fit_points([(1e6, 0.8e-4), (1e7, 1e-3), (1e8, 1e-2), (1e9, 1e-1)])
@@ -143,15 +123,6 @@ def test_without_a_fit_the_rate_is_that_of_the_largest_amount() -> None:
     assert series(line(1e-5, 1e9)).fitted().per_s == pytest.approx(1e9)
 
 
-def test_a_job_is_run_once_more_where_there_is_no_fit_and_only_there() -> None:
-    good, bad = series(line(1e-5, 1e9)), series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)])
-    for given_, runs in (([good, bad], 1), ([bad, good], 2), ([bad, bad], 2)):
-        job = Given("", ("host_to_device",), list(given_))
-        (result,) = job.measured()
-        assert 2 - len(job.left) == runs
-        assert (result.fit is None) == (good not in given_)
-
-
 @pytest.mark.parametrize(
     "error", [RuntimeError("not implemented for 'Half'\nin file"), InputError("too little memory")]
 )
@@ -179,11 +150,6 @@ def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytes
     plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
     (seconds,), repeats = median_seconds(lambda: runs.append(1), CPU, plan)
     assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
-
-
-def test_torch_can_hold_a_device() -> None:
-    """A private name: where it is gone, operators on CUDA seem slower than they are."""
-    assert callable(torch.cuda._sleep)
 
 
 def test_a_server_s_cache_is_walked_through_several_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -225,63 +191,7 @@ def test_buffers_never_take_more_than_half_of_the_free_memory(monkeypatch: pytes
         QUICK.effort()
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**9), st.integers(1, 12), st.sampled_from((1, 8, 512)))
-def test_amounts_rise_are_multiples_and_end_at_the_largest(
-    smallest: int, largest: int, count: int, multiple: int
-) -> None:
-    largest *= multiple
-    amounts = geometric(smallest, largest, count, multiple)
-    assert amounts == sorted(set(amounts))
-    assert amounts[-1] == largest
-    assert len(amounts) <= count
-    assert all(amount % multiple == 0 and amount > 0 for amount in amounts)
-
-
 # --------------------------------------------------------------------------------------------------------- what is run
-
-
-@pytest.mark.usefixtures("tiny")
-def test_amounts_are_what_was_moved_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors that the timed operators are called with have as many bytes, elements or FLOPs as the amounts say."""
-    seen: list[float] = []
-
-    def spy(owner: Any, name: str, amount: Callable[..., float]) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(amount(*args))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    def check(work: Workload) -> None:
-        (result,) = work.series()
-        assert sorted(set(seen)) == [amount for amount, _ in result.points]
-        assert all(seconds > 0 for _, seconds in result.points)
-        seen.clear()
-
-    spy(torch, "mm", lambda a, b: 2.0 * a.shape[0] * a.shape[1] * b.shape[1])
-    for shape in ("square", "tall", "deep", "skinny"):
-        check(matmul_work(QUICK, torch.float32, shape))
-    spy(torch, "add", lambda a, b: 12.0 * a.numel())
-    check(memory_work(QUICK))
-    optimizers: list[torch.optim.AdamW] = []
-
-    def stepped(optimizer: torch.optim.AdamW) -> float:
-        optimizers.append(optimizer)
-        return float(optimizer.param_groups[0]["params"][0].numel())
-
-    spy(torch.optim.AdamW, "step", stepped)
-    check(adam_work(QUICK, torch.bfloat16))
-    (state,) = optimizers[-1].state.values()
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
-    attention = torch.nn.functional
-    spy(
-        attention,
-        "scaled_dot_product_attention",
-        lambda q, k, v: 4.0 * q.shape[1] * q.shape[3] * sum(range(1, q.shape[2] + 1)),
-    )
-    check(attention_work(QUICK, torch.bfloat16))
 
 
 def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,51 +204,6 @@ def test_jobs_promise_the_keys_they_give_and_profiles_accept_them(monkeypatch: p
     assert [result.key for result in given_] == promised
     assert [result.key for result in given_ if not result.points] == []
     dataclasses.replace(preset("cpu"), fits=dict.fromkeys(promised, RateFit(0.0, 1.0, 0.0)))
-
-
-@pytest.mark.usefixtures("tiny")
-def test_threads_and_random_state_stay_as_they_were() -> None:
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    for job in [*adam_jobs(QUICK), *compute_jobs(QUICK, (torch.float32,))]:
-        job.series()
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_thread_counts_double_up_to_the_cores_whatever_openmp_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun tells it 1, which is not what a rank's Adam has in training."""
-    for cores, told, counts in (
-        (1, 1, [1]),
-        (2, 1, [1, 2]),
-        (6, 1, [1, 2, 4, 6]),
-        (8, 3, [1, 2, 3, 4, 8]),
-        (2, 8, [1, 2]),
-    ):
-        view = HostView("here", tuple(range(cores)), math.inf)
-        monkeypatch.setattr(compute, "host_view", lambda view=view: view)
-        monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
-        assert thread_counts() == counts
-        assert compute_threads() == min(told, cores)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_the_hosts_adam_is_measured_at_its_own_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement runs on a thread with that number of threads; the caller's number stays."""
-    seen: list[tuple[int, int]] = []
-    before, ask = torch.get_num_threads(), ThreadPoolExecutor(1)
-    real = Workload.series
-
-    def spied(work: Workload) -> list[Series]:
-        seen.append((torch.get_num_threads(), ask.submit(torch.get_num_threads).result()))
-        return real(work)
-
-    monkeypatch.setattr(Workload, "series", spied)
-    job = host_adam(QUICK, torch.float32, 3)
-    (found,) = job.series()
-    assert (job.keys, found.key) == (("host_adam.3",), "host_adam.3")
-    assert "3 threads" in found.how
-    assert seen == [(3, before)]
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.usefixtures("tiny")
@@ -375,45 +240,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         profile = measure(lambda text, done, count: told.append(f"{done}/{count} {text}"), quick=True)
     return profile, told
-
-
-@no_gpu
-def test_a_measured_profile_names_the_source_of_every_number(
-    measured: tuple[HardwareProfile, list[str]], tmp_path: Path
-) -> None:
-    profile, told = measured
-    numeric = [
-        field.name
-        for field in dataclasses.fields(profile)
-        if isinstance(getattr(profile, field.name), (int, float, dict)) and field.name != "sources"
-    ]
-    assert [name for name in numeric if not profile.sources.get(name)] == []
-    assert [key for key in profile.fits if not profile.sources.get(f"fits.{key}")] == []
-    assert profile.measured_at is not None
-    assert profile.device_memory_bytes == total_host_bytes()
-    assert [text.split(" ")[0] for text in told] == [f"{index}/{len(told)}" for index in range(len(told))]
-    assert load_hardware(str(profile.save(tmp_path / "hw.json"))) == profile
-
-
-@no_gpu
-def test_fields_come_from_fits_and_failed_fits_are_named_and_left_out(
-    measured: tuple[HardwareProfile, list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    profile, _ = measured
-    assert profile.host_to_device_bytes_per_s == profile.fits["host_to_device"].per_s == 7e9
-    assert profile.fits["device_to_host"] == profile.fits["host_to_device"]
-    assert profile.flops_rate("bfloat16") == 7e9
-    threads = thread_counts()[-1]
-    assert not any(key.startswith(("host_adam", "device_adam")) for key in profile.fits)
-    logged = [record.getMessage() for record in caplog.get_records("setup")]
-    (said,) = [text for text in logged if text.startswith("no fit for")]
-    assert f" host_adam.{threads}" in said
-    assert said.endswith("; made to fail")
-    # The field is there all the same: a profile cannot do without.
-    assert profile.host_adam_numel_per_s > 0
-    if torch.get_num_threads() == threads:  # then both are the same kernel on the same threads
-        assert profile.host_adam_numel_per_s == profile.device_adam_numel_per_s
-    assert "made to fail" in profile.sources["host_adam_numel_per_s"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the ranks
@@ -492,27 +318,5 @@ def test_a_bad_device_or_output_ends_a_script_before_it_measures(
         assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_lone_rank_without_anything_to_measure_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        frame.run_script(collective_jobs, None, ["--device", "cpu"], needs_ranks=True)
-    assert ended.value.code == 2
-    assert "torchrun" in capsys.readouterr().err
-
-
 def with_path() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(PROFILE.parent), "OMP_NUM_THREADS": "1"}
-
-
-def test_memory_of_a_size_is_free_before_the_next_is_made() -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    def prepare(size: int) -> Callable[[], object]:
-        alive.append(sum(each() is not None for each in made))
-        buffer = torch.zeros(size)
-        made.append(weakref.ref(buffer))
-        return lambda: buffer.add_(1)
-
-    bench = Bench(torch.device("cpu"), fixed=Effort(1, 1, 0.0, 1, 2**20, 1, 1.0))
-    Workload("sums", ("host",), bench, "sums", (8, 16, 32), lambda: prepare).series()
-    assert alive == [0, 0, 0]

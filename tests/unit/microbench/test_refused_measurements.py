@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ from torch.nn import functional as F
 
 from elixir.errors import InputError, RankError
 from elixir.microbench import brief, measure_briefly
-from elixir.microbench.disk import disk_jobs
 from elixir.microbench.ranks import Ranks, joined
-from tests.common.profile_scripts import frame
 
 PAIR = Ranks(2, 0, 2, 0)
 
@@ -28,15 +24,6 @@ def test_a_dtype_that_the_cpu_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(brief, "WEIGHTS_BYTES", 1)
     with pytest.raises(InputError, match="cannot multiply float16 matrices: not implemented for 'Half'"):
         measure_briefly(0.01, dtype=torch.float16, tokens=1, hidden=8)
-
-
-def test_a_disk_is_measured_by_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(frame, "joined", lambda: contextlib.nullcontext(PAIR))
-    with pytest.raises(SystemExit):
-        frame.run_script(disk_jobs, None, ["--device=cpu", f"--disk-folder={tmp_path}"], needs_folder=True)
-    assert "measured by one process" in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

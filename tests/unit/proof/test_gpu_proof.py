@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from benchmark import gpu_proof
 from benchmark.proof import capacity, runner, worker
-from benchmark.proof import place as place_module
 from benchmark.proof.cases import closing_jobs, jobs_of
 from benchmark.proof.contenders import CLIPPED_NORM
 from benchmark.proof.jobs import PARTS, Job
@@ -26,7 +23,7 @@ from benchmark.proof.links import ROWS_FILE, read_rows
 from benchmark.proof.models import numel_of
 from benchmark.proof.place import Place
 from benchmark.proof.quarter import jobs_of_quarter
-from benchmark.proof.report import missing, verdicts
+from benchmark.proof.report import verdicts
 from elixir.models.model_shape import describe
 from tests.common.proof_rows import assert_early_states_are_kept_unless_clipped, memory_row, speed_row
 
@@ -72,34 +69,7 @@ def test_it_refuses_without_cuda(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "--rehearse" in said
 
 
-@pytest.mark.parametrize("given_", [["--minutes", "0"], ["--minutes", "soon"], ["--only", "speed"], ["--only", ""]])
-def test_arguments_that_make_no_sense_are_refused(given_: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu_proof.main(given_)
-    assert "expected" in capsys.readouterr().err
-
-
-def test_a_folder_of_a_rehearsal_takes_no_real_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toys must never be among measurements."""
-    row = {"part": "memory", "case": "a", "contender": "b", "status": "ok", "rehearsal": True}
-    (tmp_path / ROWS_FILE).write_text(json.dumps(row) + "\n", encoding="utf-8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_proof.main(["--out", str(tmp_path)]) == 2
-
-
 # Jobs -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_jobs_are_named_once_and_travel_as_json(rehearse: bool) -> None:
-    jobs = [job for part in PARTS for job in jobs_of(part, rehearse=rehearse)] + closing_jobs(rehearse=rehearse)
-    names = [job.id for job in jobs]
-    assert len(set(names)) == len(names)
-    for index, job in enumerate(jobs):
-        assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
-        assert job.work in worker.WORK
-        assert set(job.unless) <= set(names[:index]), "what a job depends on must come before it"
-        assert job.expected_s < job.limit_s
 
 
 def test_pairs_do_the_same_work() -> None:
@@ -119,70 +89,7 @@ def test_pairs_do_the_same_work() -> None:
     assert [sum(name.endswith(end) for name in cases) for end in ("no clipping", "clipped in every step")] == [1, 1]
 
 
-def test_cuda_calls_exist_in_this_torch() -> None:
-    """The paths that no rehearsal takes name nothing that torch does not have."""
-    sources = [*(ROOT / "benchmark" / "proof").glob("*.py"), ROOT / "benchmark" / "gpu_proof.py"]
-    names = {name for path in sources for name in re.findall(r"torch\.cuda\.(\w+)", path.read_text(encoding="utf-8"))}
-    assert len(names) > 10
-    assert [name for name in sorted(names) if not hasattr(torch.cuda, name)] == []
-
-
 GIB = 2**30
-
-
-def test_what_cannot_fit_is_decided_before_a_process_starts(tmp_path: Path) -> None:
-    """States alone decide; and again with other host memory to plan with."""
-    names = {
-        "gpt2-10b 16x1024 in 20 GB/elixir": False,
-        "gpt2-10b 16x1024 in 40 GB/elixir": False,
-        "gpt2-10b 16x1024 in 80 GB/elixir": True,
-        "gpt2-10b 16x1024 in 80 GB/fsdp2 offload, micro-batch 16": False,
-        "gpt2-4b 16x1024 in 20 GB/elixir": True,
-        "gpt2-4b 16x1024 in 20 GB/fsdp2 offload, micro-batch 16": True,
-    }
-    jobs = [job for job in jobs_of("offload", rehearse=False) if job.id.removeprefix("offload/") in names]
-    assert len(jobs) == len(names)
-    may = [job.id for job in jobs if names[job.id.removeprefix("offload/")]]
-
-    class Named(Pretended):
-        def run(self, job: Job, limit_s: float) -> dict[str, Any]:
-            return {**super().run(job, limit_s), "contender": job.contender, "host_given_bytes": 106 * GIB}
-
-    def ran(host_bytes: int) -> list[str]:
-        fake, begun = Named({}), []
-        inner = fake.run
-        fake.run = lambda job, limit_s: (begun.append(job.id), inner(job, limit_s))[1]  # type: ignore[method-assign]
-        place = Place(tmp_path, host_bytes=host_bytes)
-        common: dict[str, Any] = {"again": False, "report": lambda: None, "clock": lambda: fake.now_s, "workers": fake}
-        runner.run_jobs({"offload": jobs}, [], place, 1e6, **common)
-        return begun
-
-    assert ran(106 * GIB) == [job.id for job in jobs if job.id in may]
-    rows = {row["case"] + "/" + row["contender"]: row for row in read_rows(Place(tmp_path))}
-    assert all((rows[name]["status"] == "ok") is expected for name, expected in names.items())
-    assert "16 bytes each" in rows["gpt2-10b 16x1024 in 20 GB/elixir"]["why"]
-    assert ran(106 * GIB) == []
-    assert ran(400 * GIB) == [job.id for job in jobs if job.id not in may]
-
-
-def test_host_memory_that_is_given_is_what_jobs_plan_with(tmp_path: Path) -> None:
-    args = gpu_proof.arguments(["--host-memory", "106GiB"])
-    place = Place.from_dict(json.loads(json.dumps(Place(tmp_path, True, args.host_memory).to_dict())))
-    assert place.free_host_bytes() == 106 * GIB
-    assert place.facts()["host_given_bytes"] == 106 * GIB
-    with pytest.raises(SystemExit):
-        gpu_proof.arguments(["--host-memory", "much"])
-
-
-def test_the_allocators_settings_have_a_name_in_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is private: where it goes, `set_allocator` falls back to the environment, and somebody should see to it."""
-    told: list[str] = []
-    assert callable(torch._C._accelerator_setAllocatorSettings)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setenv(place_module.ALLOCATOR, "")
-    place_module.set_allocator(place_module.EXPANDABLE)
-    assert told == ["expandable_segments:True"]
-    assert os.environ[place_module.ALLOCATOR] == "expandable_segments:True"
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -234,26 +141,6 @@ def run(folder: Path, parts: dict[str, list[Job]], fake: Pretended, deadline_s: 
     )
 
 
-def test_what_cannot_end_in_time_is_not_begun_and_nothing_runs_over(tmp_path: Path) -> None:
-    fake = Pretended({"slow": 100.0})
-    jobs = [job("slow", limit_s=90.0), job("next"), job("long", expected_s=80.0), job("short", expected_s=2.0)]
-    left_out = run(tmp_path, {"memory": jobs}, fake, 60.0)
-    assert fake.ran == ["slow"], "it took all there was, but no more"
-    assert fake.now_s <= 60.0
-    assert left_out == [job("next").id, job("long").id, job("short").id]
-    assert [row["status"] for row in read_rows(Place(tmp_path))] == ["cut"]
-
-
-def test_a_part_leaves_time_to_those_after_it(tmp_path: Path) -> None:
-    fake = Pretended({})
-    many = [job(f"m{index}", limit_s=10.0) for index in range(100)]
-    left_out = run(tmp_path, {"memory": many, "capacity": [job("c", "capacity")]}, fake, 40.0)
-    assert "c" in fake.ran
-    assert fake.now_s <= 40.0
-    assert fake.ran[-1].startswith("m"), "what the shares left over is used"
-    assert set(fake.ran) | {name.split("/")[1] for name in left_out} == {*(j.case for j in many), "c"}
-
-
 class AsExpected(Pretended):
     """Workers whose jobs take as long as they are expected to, and those that run side by side share that."""
 
@@ -300,34 +187,6 @@ def test_two_runs_answer_what_a_quarter_of_an_hour_is_for(slower: float, tmp_pat
     assert "tests/tests that failed last/elixir" in fake.ran
 
 
-def test_every_part_has_an_answer_inside_its_share_of_nine_minutes(tmp_path: Path) -> None:
-    """This supposes that jobs take as long as expected, and that concurrent jobs share that time."""
-
-    fake = AsExpected({})
-    every = {part: jobs_of(part, rehearse=False) for part in PARTS}
-    common: dict[str, Any] = {"again": False, "report": lambda: None, "clock": lambda: fake.now_s, "workers": fake}
-    closing = closing_jobs(rehearse=False)
-    runner.run_jobs(every, closing, Place(tmp_path, host_bytes=106 * GIB), 540.0 - runner.REPORT_S, **common)
-    rows = read_rows(Place(tmp_path))
-    assert fake.now_s <= 540.0
-    early = [row for row in rows if row["in_share"]]
-    answered = {verdict.part for verdict in verdicts(early) if verdict.met is not None}
-    assert answered == set(PARTS)
-    lacks = missing(rows, every)
-    assert lacks["memory"] == lacks["capacity"] == lacks["links"] == []
-    assert any("gpt2-10b" in lack for lack in lacks["offload"])
-
-
-def test_closing_jobs_find_their_time(tmp_path: Path) -> None:
-    fake = Pretended({})
-    last = job("last", "links", expected_s=10.0)
-    many = [job(f"m{index}") for index in range(100)]
-    run(tmp_path, {"memory": many}, fake, 40.0, closing=[last])
-    assert fake.ran[-1] == "last"
-    run(tmp_path, {"memory": []}, fake, 80.0, closing=[last])
-    assert fake.ran.count("last") == 2, "there may be more to compare than before"
-
-
 def test_a_run_goes_on_where_another_stopped(tmp_path: Path) -> None:
     status = {"b": "failed", "c": "out of memory", "d": "interrupt"}
     jobs = [job(case) for case in "abcd"]
@@ -342,53 +201,6 @@ def test_a_run_goes_on_where_another_stopped(tmp_path: Path) -> None:
     third = Pretended({})
     run(tmp_path, {"memory": jobs}, third, 1000.0, again=True)
     assert third.ran == ["a", "b", "c", "d"]
-
-
-def test_a_fallback_runs_only_where_it_is_needed(tmp_path: Path) -> None:
-    jobs = [job("large"), job("small", unless=(job("large").id,))]
-    for status, ran in (("ok", ["large"]), ("out of memory", ["large", "small"])):
-        folder = tmp_path / status.replace(" ", "-")
-        folder.mkdir()
-        fake = Pretended({}, {"large": status})
-        run(folder, {"memory": jobs}, fake, 1000.0)
-        assert fake.ran == ran
-
-
-def test_what_needs_less_is_not_tried_after_what_it_would_not_mend(tmp_path: Path) -> None:
-    """A case that arithmetic ruled out stays out, and one that took too long with less traffic takes longer with
-    more."""
-    jobs = [job("large"), job("small", unless=(job("large").id,))]
-    for status, ran in (("not run", 1), ("no plan fits", 1), ("cut", 1), ("out of host memory", 1), ("failed", 2)):
-        folder = tmp_path / status.replace(" ", "-")
-        folder.mkdir()
-        fake = Pretended({}, {"large": status})
-        run(folder, {"memory": jobs}, fake, 1000.0)
-        assert len(fake.ran) == ran, status
-
-
-class SideBySide(Pretended):
-    """Workers that run two jobs at once, of which the large one then finds too little memory."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.together = threading.Barrier(2)
-
-    def at_once(self, part: str) -> int:
-        return 2
-
-    def run(self, job: Job, limit_s: float) -> dict[str, Any]:
-        first = job.case not in self.ran
-        if first:
-            self.together.wait(10.0)
-        row = super().run(job, limit_s)
-        return {**row, "status": "out of memory"} if first and job.case == "large" else row
-
-
-def test_jobs_run_side_by_side_and_again_alone_where_memory_was_short(tmp_path: Path) -> None:
-    fake = SideBySide()
-    run(tmp_path, {"memory": [job("small"), job("large")]}, fake, 1000.0)
-    assert sorted(fake.ran) == ["large", "large", "small"]
-    assert {row["case"]: row["status"] for row in read_rows(Place(tmp_path))} == {"small": "ok", "large": "ok"}
 
 
 @pytest.mark.parametrize(

@@ -90,19 +90,6 @@ def test_the_state_of_the_project_is_in_two_places(document: Path) -> None:
     assert STATE.findall(text) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "states"),
-    [
-        ("Elixir has not run on a GPU yet.", True),
-        ("DeepSpeed has run on thousands of GPUs. Elixir has run on one H200.", True),
-        ("DeepSpeed and FSDP2 have run on thousands of GPUs for years.", False),
-        ("On a GPU it runs the kernel.", False),
-    ],
-)
-def test_what_states_or_denies_a_run(text: str, states: bool) -> None:
-    assert bool(STATE.search(text)) == states
-
-
 def test_no_page_and_no_error_installs_from_the_package_index() -> None:
     """The distribution is not there."""
     files = [*DOCUMENTS, *(ROOT / "docs" / "src").rglob("*.md"), *(ROOT / "elixir").rglob("*.py")]
@@ -118,12 +105,6 @@ def test_pages_are_short(pattern: str) -> None:
     assert {name: count for name, count in words.items() if count > MOST_WORDS[pattern]} == {}
 
 
-def test_docs_are_read_in_an_afternoon() -> None:
-    pages = [page for page in DOCUMENTS if page.is_relative_to(ROOT / "docs")]
-    assert len(pages) <= MOST_PAGES
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS_IN_ALL
-
-
 def plain_blocks(text: str) -> Iterator[str]:
     """Code blocks without a language: terminals and drawings."""
     for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
@@ -134,12 +115,6 @@ def plain_blocks(text: str) -> Iterator[str]:
 def lines_in(text: str) -> list[str]:
     """Lines of the blocks of the terminal, continued lines joined."""
     return [line for block in plain_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")), ids=lambda page: page.stem)
-def test_design_pages_have_a_drawing(page: Path) -> None:
-    drawings = plain_blocks(page.read_text(encoding="utf-8"))
-    assert any(re.search(r"-->|\|", drawing) and drawing.count("\n") >= 4 for drawing in drawings)
 
 
 @every_document

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import quoted
-from benchmark.quoted import PLACE, QuoteError, documents, filled_in, rows, sources, value_of
+from benchmark.quoted import PLACE, documents, filled_in, rows, sources
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,45 +60,3 @@ def test_no_figure_is_without_a_row(document: Path) -> None:
     for phrase in NOT_MEASURED:
         text = text.replace(phrase, "")
     assert CLAIM.findall(text) == []
-
-
-def test_a_value_is_computed_from_left_to_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "overlap_speed.csv").write_text("figure,p50\na,1.5\nb,3.0\na,1.25\n")
-    monkeypatch.setattr(quoted, "RESULTS", tmp_path)
-    quoted.newest_rows.cache_clear()
-    try:
-        assert value_of("overlap_speed figure=a: p50") == 1.25, "the last row of a case counts"
-        assert value_of("overlap_speed: max p50 - 1 * 100") == 200.0
-        assert value_of("overlap_speed p50<=2: count p50") == 1.0
-        for row in (
-            "overlap_speed: p50",
-            "overlap_speed figure=c: p50",
-            "overlap_speed: p20",
-            "overlap_speed",
-            "nothing: p50",
-        ):
-            with pytest.raises(QuoteError):
-                value_of(row)
-    finally:
-        quoted.newest_rows.cache_clear()
-
-
-def test_figures_are_filled_in_with_their_decimals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quoted, "value_of", lambda row: 1234.567)
-    monkeypatch.setattr(quoted, "SOURCES", tmp_path)
-    (tmp_path / "rows.txt").write_text("# A comment\nspeed = a: b\n")
-    page = tmp_path / "page.md"
-    page.write_text("about {{speed:.1f}} s and {{speed:,.0f}} B\n")
-    assert filled_in(page).startswith("about 1234.6 s and 1,235 B\n")
-    for wrong in ("{{speed}}", "{{other:.1f}}", "{{speed:.1e}}"):
-        page.write_text(f"about {wrong}\n")
-        with pytest.raises(QuoteError, match=r"page\.md"):
-            filled_in(page)
-
-
-def test_a_name_has_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quoted, "SOURCES", tmp_path)
-    for text in ("a = b: c\na = d: e\n", "no row\n"):
-        (tmp_path / "rows.txt").write_text(text)
-        with pytest.raises(QuoteError):
-            rows()

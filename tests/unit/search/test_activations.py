@@ -23,11 +23,10 @@ from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
 from elixir.search.advise.activations import trace_that_keeps
-from elixir.search.problem.activation_trace import kept_trace, saving_calls
+from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.activation_choices import KeptResults
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
-from elixir.search.searches import answer_to
 from elixir.search.simulator.rates import Rates
 from elixir.show import tables
 from elixir.show.plan_map import plot_plan
@@ -36,7 +35,7 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case, case
 from tests.common.tracing import CPU, cpu_trace, sum_step
 from tests.unit.wrapper.test_compiled_layers import train
-from tests.unit.wrapper.test_units_as_one import INP, Chooses, Layer, RunsAPartAgain, Stack, Writes
+from tests.unit.wrapper.test_units_as_one import INP, Layer, RunsAPartAgain, Stack
 
 
 def wide(checkpoint: str = "none", layers: int = 4) -> Case:
@@ -75,45 +74,6 @@ def kept_of(trace: StepTrace) -> KeptResults:
     return KeptResults(trace, Rates(CPU, "float32", 1, 1))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
-    it = wide()
-    whole = cpu_trace(it.model, it.inp, step_of(it))
-    kept = kept_of(whole)
-    count = int(share * len(kept.changes))
-    mine, traced = (
-        kept.filled(count),
-        cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=kept.activations(count))),
-    )
-    assert mine.units == traced.units
-    assert mine.flops == traced.flops
-    assert len(mine.accesses) == len(traced.accesses)
-    assert [info.grad_access for info in mine.parameters] == [info.grad_access for info in traced.parameters]
-    peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
-
-
-@pytest.mark.parametrize("calls", ["both", "with references"])
-def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(calls: str) -> None:
-    it = calling(wide(layers=2), calls)
-    kept = kept_of(cpu_trace(it.model, it.inp, step_of(it)))
-    count = len(kept.changes) // 2
-    mine, traced = (
-        kept.filled(count),
-        cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=kept.activations(count))),
-    )
-    assert {each.keep == () for each in mine.step.activations} == {False}
-    assert mine.flops == traced.flops
-    assert len(mine.accesses) == len(traced.accesses)
-    peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
-    saving = {"both": [(0, 1), (1, 0)], "with references": [(1, 0)]}[calls]
-    assert list(saving_calls(kept.trace).values()) == [saving, saving]
-    assert sum(change.saved_s for change in kept.changes) == pytest.approx(
-        sum(kept.rates.accesses_s(kept.filled(0))) - sum(kept.rates.accesses_s(kept.trace)), rel=0.05
-    )
-
-
 def assert_same_bits(it: Case, plain: nn.Module, plan: Plan) -> None:
     """Trains a case under a plan as its copy in plain PyTorch."""
     wanted = train(it, plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
@@ -122,16 +82,6 @@ def assert_same_bits(it: Case, plain: nn.Module, plan: Plan) -> None:
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     model.close()
-
-
-def test_units_that_run_several_times_give_the_same_bits() -> None:
-    it = calling(wide(layers=2), "with references")
-    plain, trace = copy.deepcopy(it.model), cpu_trace(it.model, it.inp, step_of(it))
-    kept = kept_of(trace).filled(1).activation_peak_bytes
-    options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "activations": "auto"}
-    plan = optimal_search(it.model, 1, device_memory=kept * 2 // 3, host_memory="1GiB", **options).plan
-    assert [each.unit for each in plan.activations] == ["model.layers.0", "model.layers.1"]
-    assert_same_bits(it, plain, plan)
 
 
 def test_each_change_keeps_more_and_takes_less_time() -> None:
@@ -203,25 +153,6 @@ def by_name(folder: Path, **options: Any) -> StepQuestion:
     return StepQuestion(model=str(folder), batch=4, seq=96, **options)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
-def test_a_stored_trace_of_a_model_by_name_is_planned_as_the_model(tmp_path: Path, checkpoint: str) -> None:
-    step = by_name(tmp_path, checkpoint=checkpoint)
-    stored = StepTrace.from_json(step.trace(CPU).to_json())
-    budget = int(0.7 * replace(step, checkpoint="none").trace(CPU).activation_peak_bytes) + 2**20
-    request = SearchRequest(world_size=1, device_memory=budget, host_budget="1GiB", activations="auto")
-    plan = plan_from_trace(stored, CPU, request).plan
-    assert plan.activations
-    assert plan == answer_to(replace(step, checkpoint="none"), CPU, request, read_host=False).plan
-
-
-def test_a_model_that_fits_runs_as_it_is() -> None:
-    it = wide()
-    options = {"inp": it.inp, "step_fn": step_of(it), "hardware": "cpu", "device_memory": "1GiB"}
-    plans = [optimal_search(it.model, 1, host_budget="1GiB", activations=each, **options) for each in (None, "auto")]
-    assert plans[0].plan == plans[1].plan
-
-
 def test_levers_choose_activations() -> None:
     it = wide()
     whole = cpu_trace(it.model, it.inp, step_of(it))
@@ -256,32 +187,6 @@ class Draws(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.dropout(self.up(x), 0.5, True))
-
-
-class Normalised(Layer):
-    """Tracks statistics, which a second run would change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(super().forward(x))
-        return result
-
-
-def test_units_that_would_give_something_else_do_not_run_again() -> None:
-    assert cpu_trace(Stack(Normalised), INP, sum_step).forwards == ()
-    assert cpu_trace(Stack(Writes), INP, sum_step).forwards == ()
-    (forward,) = cpu_trace(Stack(Draws), INP, sum_step).forwards
-    random = [each for each in forward.operators if "dropout" in each.operator or "bernoulli" in each.operator]
-    assert random
-    assert not any(each.keepable for each in random)
-
-
-def test_units_that_choose_run_again_as_a_whole() -> None:
-    kept = kept_of(cpu_trace(Stack(Chooses), INP, sum_step))
-    assert {change.activations.keep for change in kept.changes} == {None}
 
 
 def test_what_is_refused() -> None:

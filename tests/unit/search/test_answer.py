@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan, plan_of
@@ -20,7 +17,6 @@ from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.show.tables import record_of
 from elixir.units import GIB
-from elixir.wrapper import ElixirModule
 from tests.common.searching import HARDWARE, SMALL
 from tests.common.synthetic_trace import stack_trace
 
@@ -39,12 +35,6 @@ def test_an_answer_has_its_plan_and_what_was_asked(answer: Answer) -> None:
         answer.chunk  # noqa: B018
 
 
-def test_the_file_of_an_answer_is_its_plan(answer: Answer, tmp_path: Path) -> None:
-    answer.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == answer == answer.plan
-    assert answer != Plan.from_dict(answer.to_dict() | {"model_name": "another"})
-
-
 def test_an_answer_can_be_sent_to_another_process(answer: Answer) -> None:
     for other in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
         assert (other, other.question) == (answer, answer.question)
@@ -58,20 +48,6 @@ def test_printing_searches_nothing(answer: Answer, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(planner, name, search)
     assert str(answer) == str(answer.plan)
     assert "device peak" in str(answer)
-
-
-def test_a_module_runs_an_answer_as_it_runs_its_plan() -> None:
-    def step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
-        model(**inp).sum().backward()
-
-    model, inp = nn.Linear(8, 8), {"input": torch.ones(2, 8)}
-    answer = optimal_search(
-        model, 1, inp=inp, step_fn=step, hardware="cpu", device_memory="1GiB", host_budget="1GiB", moments="bfloat16"
-    )
-    module = ElixirModule(model, answer)
-    assert module.plan is answer.plan
-    module.rehome(answer)
-    module.close()
 
 
 def test_what_has_no_plan_is_refused() -> None:

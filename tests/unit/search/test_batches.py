@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,18 +17,17 @@ from elixir.models.model_shape import describe
 from elixir.models.step import default_input, default_step
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
-from elixir.search import batches, optimal_search, plan_from_trace, search_batches
+from elixir.search import batches, search_batches
 from elixir.search.advise.answer import Answer
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.question import StepQuestion
-from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import MIB
-from tests.common.searching import HARDWARE, SMALL, shortage
+from tests.common.searching import HARDWARE, SMALL
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
 PLENTY = 1 << 50
@@ -147,23 +145,6 @@ def test_what_was_left_out_is_planned_if_what_seemed_faster_does_not_fit(monkeyp
     assert second.step_s == choice.plan.predicted.step_s > seen[0].plan.predicted.step_s
 
 
-@pytest.mark.slow
-def test_where_one_batch_does_not_fit_several_do() -> None:
-    short = least_needed_of(8) - 1
-    choice = search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=short, host_budget=PLENTY)
-    assert choice.option.batch < 8
-    assert "does not fit" in choice.options[0].reason
-    with pytest.raises(PlanError) as caught:
-        search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=1, host_budget=PLENTY)
-    asked = next(dict(lever.options)["device_memory"] for lever in caught.value.levers if lever.step_s is not None)
-    assert search_batches(trace_of, HARDWARE, 1, samples=8, device_memory=asked, host_budget=PLENTY).plan
-
-
-def least_needed_of(batch: int) -> int:
-    """Least device memory of a step with one batch."""
-    return shortage(trace_of(batch, "none"), HARDWARE, 1, device_memory=0, host_budget=PLENTY).needed_bytes
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -179,15 +160,6 @@ def least_needed_of(batch: int) -> int:
 def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         search_batches(trace_of, HARDWARE, 1, **{"samples": 4} | options)
-
-
-def test_accumulation_is_a_whole_number() -> None:
-    for value in (0, 1.5, True):
-        with pytest.raises((InputError, InputTypeError), match="accumulation"):
-            optimal_search(trace_of(1), 1, hardware=HARDWARE, host_budget=PLENTY, accumulation=value)  # type: ignore[arg-type]
-    plan = optimal_search(trace_of(1), 1, hardware=HARDWARE, host_budget=PLENTY, accumulation=2).plan
-    with pytest.raises(InputError, match="accumulation"):
-        replace(plan, accumulation=0)
 
 
 LAYERS = 6
@@ -209,46 +181,3 @@ def test_as_many_layers_are_checkpointed_as_are_asked_for() -> None:
     for wrong in ("none:2", "non-reentrant:", "non-reentrant:x", "reentrant:-1"):
         with pytest.raises(InputError, match="non-reentrant:12"):
             build(SHALLOW, checkpoint=wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-def test_no_number_of_checkpointed_layers_is_faster(share: float) -> None:
-    """The best number lies between all and none if the budget does; at the ends, it is an end."""
-    ways = ["none", *(f"non-reentrant:{count}" for count in range(1, LAYERS)), "non-reentrant"]
-    memory: dict[str, Any] = {"host_budget": PLENTY}
-    peaks = [
-        plan_from_trace(shallow(8, way), HARDWARE, 1, device_memory=PLENTY, **memory).predicted.device_peak_bytes
-        for way in (ways[0], ways[-1])
-    ]
-    memory["device_memory"] = int(peaks[1] + share * (peaks[0] - peaks[1]))
-    times = {}
-    for way in ways:
-        with contextlib.suppress(PlanError):
-            times[way] = plan_from_trace(shallow(8, way), HARDWARE, 1, **memory).predicted.seconds["total"]
-    shown: list[tuple[int, int]] = []
-    choice = search_batches(
-        shallow,
-        HARDWARE,
-        1,
-        samples=8,
-        checkpoints=["none", "non-reentrant"],
-        layers=LAYERS,
-        micro_batches=False,
-        progress=lambda _, done, count: shown.append((done, count)),
-        **memory,
-    )
-    assert [done for done, _ in shown] == list(range(len(choice.options)))
-    assert all(done < count <= len(choice.options) + LAYERS + 1 for done, count in shown)
-    assert choice.option.step_s == min(times.values())
-    assert choice.option.checkpoint == min(times, key=lambda way: times[way])
-    if share in (0.3, 0.6):
-        assert choice.option.checkpoint not in ("none", "non-reentrant")
-
-
-def test_of_many_batches_the_last_alone_sums_over_replicas() -> None:
-    options: dict[str, Any] = {"device_memory": 900 * MIB, "host_budget": PLENTY, "replicas": 2, "assume": "nominal"}
-    plan = plan_from_trace(trace_of(1), HARDWARE, 4, accumulation=12, early_updates=False, **options).plan
-    step = simulate_step(plan, trace_of(1), HARDWARE)
-    assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=0.01)
-    assert plan.predicted.seconds["network"] == pytest.approx(step.busy_s["network"], rel=0.01)

@@ -10,22 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.certificate.lower_bound import lower_bound
-from elixir.errors import InputError, PlanError
+from elixir.errors import PlanError
 from elixir.optimizer_states import StateSize
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.budgets import warn_if_disk_full
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement, Setting, Spill
-from elixir.search.propose.candidate import spilled
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import NUMEL, Speeds, chain
 from tests.common.searching import HARDWARE, check_consistent, shortage, traces
-from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
+from tests.common.synthetic_trace import StackShape, stack_trace
 
 FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
 UNKNOWN = replace(FAST, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
@@ -102,29 +100,6 @@ def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limit
     assert any("more of the disk" in lever.action for lever in little.value.levers)
 
 
-def test_several_ranks_share_the_budgets_of_their_machine(stack: StepTrace) -> None:
-    least = shortage(stack, FAST, 2, device_memory=1 << 40, host_budget=1, placement="cpu").needed_bytes
-    host = int(0.7 * least)
-    plan = plan_from_trace(
-        stack, FAST, 2, device_memory=1 << 40, host_budget=host, disk_memory="1GiB", placement="cpu"
-    ).plan
-    assert plan.uses_disk
-    assert plan.predicted.host_peak_bytes <= host
-    on_disk = [c.numel // 2 * 12 for c in plan.chunks if c.state_home == "disk"]
-    assert plan.predicted.disk_peak_bytes == 2 * sum(-(-nbytes // 4096) * 4096 for nbytes in on_disk)
-
-
-@pytest.mark.parametrize("disk_memory", ["lots", -1, 1.5])
-def test_a_budget_that_is_none_is_refused(stack: StepTrace, disk_memory: object) -> None:
-    with pytest.raises(InputError):
-        planned(stack, 1 << 40, 1 << 40, disk_memory=disk_memory)
-
-
-def test_a_machine_whose_disk_is_unknown_is_refused(stack: StepTrace) -> None:
-    with pytest.raises(InputError, match="--disk-folder"):
-        plan_from_trace(stack, UNKNOWN, 1, device_memory=1 << 40, host_budget=1 << 40, disk_memory="1GiB")
-
-
 # --- which states --------------------------------------------------------------------------------------------------
 
 
@@ -135,47 +110,6 @@ def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
 
 def placed(chunks: int) -> Placement:
     return Placement((Home.HOST,) * chunks)
-
-
-@pytest.mark.parametrize(
-    ("lacking", "expected"), [(0, set()), (1, {1, 2, 3, 4, 5}), (8 * NUMEL + 1, {0, 1, 2, 3, 4, 5})]
-)
-def test_the_last_to_be_used_go_first_and_no_more_than_are_needed(lacking: int, expected: set[int]) -> None:
-    """fp32 weights at home on the host: a chunk's 8 B an element leave, and a window of 36 comes: five chunks pay
-    it."""
-    whole = sum(model_of(6, None).host_parts(placed(6)).values())
-    model = model_of(6, Spill(whole - lacking, 1 << 50))
-    found = spilled(model, placed(6))
-    assert found.state_on_disk == expected
-    assert sum(model.host_parts(found).values()) <= whole - lacking
-
-
-def test_several_small_ones_return_but_none_that_is_needed() -> None:
-    """The largest leaves last, and saves 208 bytes a unit more than it takes of the window. Then two of the three small
-    ones, 80 each, need not be on the disk."""
-    unit, build = 4096, TraceBuilder("float32")
-    indices = [
-        build.parameter(f"p{size}.{index}", size * unit) for index, size in enumerate((44, *[40] * 4, *[10] * 3))
-    ]
-    for index in indices:
-        build.use("forward", index, flops=unit)
-    for index in reversed(indices):
-        build.use("backward", index, flops=unit)
-    setting = Setting(1, 1, StateSize(8), False, spill=Spill(1, 1 << 50))
-    model = SearchSpace(build.build("of unequal sizes"), Speeds().machine(), setting).model(10 * 4 * unit)
-    whole = sum(model.host_parts(placed(8)).values())
-    found = spilled(model, placed(8), host_bytes=whole - 81 * unit)
-    assert found.state_on_disk == {0, 1, 2, 3, 4, 7}
-    assert sum(model.host_parts(found).values()) == whole - (288 - 2 * 80) * unit
-
-
-def test_a_disk_smaller_than_its_budget_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    small = replace(FAST, disk_free_bytes=GIB)
-    assert warn_if_disk_full(small, "2GiB")
-    assert "1.00 GiB were free" in caplog.text
-    assert not warn_if_disk_full(small, "1GiB")
-    assert not warn_if_disk_full(small, None)
-    assert not warn_if_disk_full(FAST, "2GiB")
 
 
 @pytest.mark.slow
@@ -200,34 +134,7 @@ def test_plans_with_a_disk_are_what_an_independent_count_says(
     assert bound.step_s <= made.predicted.seconds["total"]
 
 
-def test_the_budget_of_the_disk_is_kept() -> None:
-    model = model_of(6, Spill(1, 5 * 12 * NUMEL))
-    found = spilled(model, placed(6))
-    assert len(found.state_on_disk) == 5
-    assert model.need(found, 1).disk_bytes == 5 * 12 * NUMEL
-    # With room for two, the window takes as much as they free.
-    assert not spilled(model_of(6, Spill(1, 2 * 12 * NUMEL)), placed(6)).state_on_disk
-
-
 # --- advice --------------------------------------------------------------------------------------------------------
-
-
-def test_moments_in_fewer_bits_are_named_before_the_disk_where_they_suffice(
-    stack: StepTrace, limits: tuple[int, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    device, host = limits
-    with pytest.raises(PlanError) as caught:
-        planned(stack, device, int(0.8 * host))
-    named = [lever.argument for lever in caught.value.levers]
-    assert named.index("moments") < named.index("disk_memory") == len(named) - 1
-    with pytest.raises(PlanError) as little:
-        planned(stack, device, int(0.2 * host))
-    named = [lever.argument for lever in little.value.levers]
-    assert named.index("disk_memory") < named.index("moments")
-    with caplog.at_level("WARNING"):
-        assert searched(stack, device, int(0.8 * host), disk_memory="1GiB").uses_disk
-    assert "moments='bfloat16'" in caplog.text
-    assert not planned(stack, device, int(0.8 * host), disk_memory="1GiB", moments="bfloat16").uses_disk
 
 
 def test_a_plan_says_how_long_a_drive_lasts(stack: StepTrace, limits: tuple[int, int]) -> None:

@@ -8,23 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from elixir.errors import InputError, PlanError, readable_bytes
+from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
-from elixir.models.step import default_step
-from elixir.search import optimal_search, plan_from_trace
+from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
-from elixir.search.advise.changes import more_machine, of_the_training
-from elixir.search.budgets import CUDA_CONTEXT_BYTES
 from elixir.search.planner import planned
-from elixir.search.question import Question, StepQuestion
+from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Contributor, StepTrace
-from elixir.units import GIB, MIB, parse_bytes
+from elixir.units import GIB, MIB
 from tests.common.situations import situation
 from tests.common.synthetic_trace import StackShape, stack_trace
-from tests.common.tiny_models import tiny
 
 MACHINE = preset("rtx4090")
 SHAPE = StackShape(1024, 8, 4096, 8000, 512)
@@ -41,18 +36,6 @@ def refusal(trace: StepTrace, **budgets: Any) -> PlanError:
     with pytest.raises(PlanError) as caught:
         plan_from_trace(trace, MACHINE, 1, **budgets)
     return caught.value
-
-
-def test_as_much_of_the_device_as_there_is_can_be_asked_for(trace: StepTrace) -> None:
-    def offered(size_bytes: int) -> bool:
-        changes = more_machine(
-            Question(trace, MACHINE, SearchRequest(world_size=1)), "device", str(size_bytes), size_bytes
-        )
-        return any("of the device" in change.action for change in changes)
-
-    there = MACHINE.device_memory_bytes - CUDA_CONTEXT_BYTES
-    assert offered(there)
-    assert not offered(there + 1)
 
 
 def test_a_refusal_names_both_memories_and_what_holds_the_peak(trace: StepTrace) -> None:
@@ -113,17 +96,6 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
     assert plan_from_trace(trace, MACHINE, ranks, assume="nominal", **asked).predicted.step_s <= 1.01 * first.step_s
 
 
-def test_a_host_that_is_short_too_is_told_next_to_the_device(trace: StepTrace) -> None:
-    """Otherwise one would cut the batch until the device holds it, and only then learn of the host."""
-    short = {"device_memory": 64 * MIB, "host_budget": 900 * MIB}
-    both = refusal(trace, **short)
-    assert "exceed the device memory" in both.what
-    first = both.levers[0]
-    assert [name for name, _ in first.options] == ["device_memory", "host_budget"]
-    assert first.step_s is not None
-    assert plan_from_trace(trace, MACHINE, 1, **dict(first.options)).predicted.step_s <= 1.01 * first.step_s
-
-
 def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
     error = refusal(trace, device_memory=64 * MIB, host_budget=64 * GIB)
     states = [lever for lever in error.levers if dict(lever.options).get("moments")]
@@ -132,47 +104,6 @@ def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None
     worth = [(lever.step_s is None, not lever.enough) for lever in error.levers]
     assert worth == sorted(worth)
     assert "moments='8bit' (not enough alone)" in str(error)
-
-
-@pytest.mark.slow
-def test_as_much_of_the_host_is_advised_as_a_plan_with_overlap_needs(trace: StepTrace) -> None:
-    error = refusal(trace, device_memory=600 * MIB, host_budget=900 * MIB)
-    asked = dict(next(lever.options for lever in error.levers if lever.argument == "host_budget"))["host_budget"]
-    advised, least = (
-        plan_from_trace(trace, MACHINE, 1, device_memory=600 * MIB, host_budget=memory).predicted
-        for memory in (asked, error.needed_bytes)
-    )
-    assert advised.host_peak_bytes <= 1.05 * least.host_peak_bytes
-    assert advised.step_s < 0.95 * least.step_s
-    offered = readable_bytes(parse_bytes(asked), up=True)
-    assert f"\n  transfers do not overlap compute with what is needed; with {offered} there is room" in str(error)
-
-
-@pytest.mark.parametrize("vocabulary", [32000, 64])
-def test_logits_that_rule_the_peak_make_the_sliced_loss_the_first_advice(vocabulary: int) -> None:
-    """The model is given as an object, so it cannot be traced again to try it."""
-    model = tiny("llama", vocabulary=vocabulary, positions=512, device="meta")
-    ids = torch.zeros(2, 512, dtype=torch.long)
-    asked = {"inp": {"input_ids": ids, "labels": ids}, "step_fn": default_step, "hardware": MACHINE}
-    budgets = {"device_memory": 250 * MIB if vocabulary > 64 else 4 * MIB, "host_budget": GIB}
-    with pytest.raises(PlanError) as caught:
-        optimal_search(model, 1, **asked, **budgets)
-    first, *others = (lever.argument for lever in caught.value.levers)
-    assert "fused_kernels" not in others
-    assert (first == "fused_kernels") == (vocabulary > 64)
-    if vocabulary > 64:
-        optimal_search(model, 1, **asked, **budgets, use_fused_kernels=True)
-
-
-def test_a_plan_says_that_the_host_of_a_preset_is_assumed() -> None:
-    trace = stack_trace(TINY)
-    here = replace(MACHINE, name="measured-briefly", measured_at="2026-01-31")
-    of_preset, of_measured = (
-        str(plan_from_trace(trace, machine, 1, device_memory=700 * MIB, placement="cpu", host_budget=8 * GIB))
-        for machine in (MACHINE, here)
-    )
-    assert '  measure       your host with "elixir hardware --measure" for a narrower range' in of_preset
-    assert "elixir hardware --measure" not in of_measured
 
 
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
@@ -187,18 +118,6 @@ def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
     assert replace(asked.request, moments="float32", accumulation=1) == question.request
     with pytest.raises(InputError, match="cannot be allowed"):
         best_allowed(question, ("placement",))
-
-
-def test_a_trace_without_an_optimizer_has_the_levers_of_one_with_it() -> None:
-    # What a plan's file is explained with, traced again by name, has none.
-    step = StepQuestion(model="opt-125m", batch=2, seq=64, dtype="bfloat16")
-    traces = [replace(step, optimizer=optimizer).trace(MACHINE) for optimizer in ("AdamW", None)]
-    steps = [
-        {change.action: change.applied(question).trace.step for change in of_the_training(question)}
-        for question in (Question(trace, MACHINE, SearchRequest(world_size=1)) for trace in traces)
-    ]
-    assert any(other != traces[0].step for other in steps[0].values())
-    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("seed", [44, 106])

@@ -85,18 +85,3 @@ def test_inputs_that_do_not_move_stay_on_the_device(
     assert made.plan.predicted.step_s > answer.plan.predicted.step_s
     assert "inputs of layers stay on the device" in caplog.text
     assert ("is not known: no" in caplog.text) == (share is None)
-
-
-def test_an_answer_that_needs_no_other_trace_stays(answer: Answer) -> None:
-    stays, _ = exact(answer, TraceError("no"))
-    for same in (
-        stays,  # nothing moves
-        Answer(answer.plan, answer.question._replace(trace=moving(answer))),  # as it was traced
-        Answer(
-            answer.plan,
-            answer.question._replace(trace=replace(answer.trace, step=replace(answer.trace.step, checkpoint=None))),
-        ),  # cannot be traced again
-    ):
-        made, asked = exact(same, TraceError("not asked"))
-        assert made is same
-        assert asked == []

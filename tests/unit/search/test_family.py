@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 
-from elixir.search import plan_from_trace
-from elixir.search.planner import NO_LIMIT, space_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Placement
-from elixir.search.propose import search
-from elixir.search.propose.family import IN_ORDER, SPREAD, Family, families
+from elixir.search.propose.family import IN_ORDER, SPREAD, Family
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.question import Question
-from elixir.search.request import SearchRequest
-from elixir.units import MIB
-from tests.common.searching import HARDWARE, SMALL
-from tests.common.synthetic_trace import StackShape, stack_trace
 from tests.unit.search.test_floors import random_placement, random_space
 
 
@@ -69,23 +58,6 @@ def test_host_bytes_of_many_placements_are_the_sums_of_their_parts(seed: int) ->
     assert found.tolist() == [sum(model.host_parts(placement).values()) for placement in placements]
 
 
-def test_outsized_chunks_of_several_ranks_keep_their_states_longest() -> None:
-    """Gathers of these chunks, which wait for the host, would hold up those of all other chunks."""
-    draw = random.Random(0)
-    for seed in range(40):
-        space = random_space(draw, seed)
-        if space.setting.world_size == 1:
-            continue
-        model = space.model(min(space.sizes(outsized=True)))
-        outsized = {c for c, chunk in enumerate(model.work.chunks) if chunk.outsized and chunk.grad_bytes}
-        if not 0 < len(outsized) < len(model.work.chunks):
-            continue
-        family = Family(model, space.cost.times(model), Budgets(1, 1), gathered=False)
-        assert set(family.steps[: len(outsized)].tolist()) == outsized
-        return
-    raise AssertionError("no seed has outsized chunks")
-
-
 def test_the_least_number_of_states_away_is_found_by_a_look_at_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elixir.search.propose.family.GRID", 3)
     draw, compared = random.Random(1), 0
@@ -99,25 +71,3 @@ def test_the_least_number_of_states_away_is_found_by_a_look_at_a_few(monkeypatch
         assert family.least_away == (fits[0] if len(fits) else family.most_away + 1)
         compared += family.most_away > 3
     assert compared
-
-
-def test_states_away_are_spread_over_the_order_where_that_is_asked_for() -> None:
-    space = space_of(Question(stack_trace(SMALL), HARDWARE, SearchRequest.of(1, accumulation=8)))
-    model = space.model(space.sizes(outsized=False)[0])
-    times = space.cost.times(model)
-    last, evenly = (Family(model, times, NO_LIMIT, gathered=False, evenly=each) for each in (False, True))
-    place = {c: at for at, c in enumerate(times.update_order)}
-    count, away = len(place), len(place) // 4
-    gone = [sorted(place[c] for c in each.steps[-away:].tolist()) for each in (last, evenly)]
-    assert gone[0] == [*range(count - away, count)]
-    assert max(b - a for a, b in pairwise(gone[1])) <= 8
-
-
-def test_many_batches_take_less_where_the_host_has_states_of_chunks_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients leave during all of backward, not of its first part alone."""
-    trace = stack_trace(StackShape(hidden=1024, layers=24, ffn=4096, vocab=4096, positions=1024), batch=2)
-    machine = replace(HARDWARE, device_to_host_bytes_per_s=1e10)
-    asked: dict[str, Any] = {"device_memory": 3500 * MIB, "host_budget": 1 << 40, "accumulation": 32}
-    found = plan_from_trace(trace, machine, 1, assume="nominal", **asked).plan.predicted
-    monkeypatch.setattr(search, "families", lambda *some: [each for each in families(*some) if not each.evenly])
-    assert found.step_s < 0.97 * plan_from_trace(trace, machine, 1, assume="nominal", **asked).plan.predicted.step_s

@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmark.observe import observe
 from elixir.cli import main
 from elixir.errors import InputError
-from elixir.models.step import generation_input, generation_step
 from elixir.plan.plan import Plan
 from elixir.search import optimal_search
-from elixir.step_trace import StepShape
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
 from tests.common.tiny_models import tiny
-from tests.common.tracing import cpu_trace
 
 NEW, PROMPT = 64, 16
 SMALL = {"hardware": "cpu", "device_memory": "600KiB", "host_budget": "64MiB"}
@@ -80,25 +76,6 @@ def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:
         assert counts.loads == plan.prediction_for(NEW).loads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_a_generation_is_planned_with_its_prompt_and_its_full_cache(family: str) -> None:
-    given = model(family)
-    inp = generation_input(given, batch=2, prompt=PROMPT, new=NEW)
-    step = generation_step(PROMPT, NEW)
-    traced = cpu_trace(given, inp, step, shape=StepShape(forward=True, generate=(PROMPT, NEW)))
-    decode = cpu_trace(given, {"input_ids": inp["input_ids"][:, :1]}, _forward, shape=StepShape(forward=True))
-    assert [access.parameters for access in traced.accesses] == [access.parameters for access in decode.accesses]
-    assert traced.flops >= decode.flops
-    assert traced.step.tokens == 2
-    config = given.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    cache = 2 * 2 * heads * (PROMPT + NEW - 2) * (config.hidden_size // config.num_attention_heads) * 4
-    assert min(access.live_bytes for access in traced.accesses[2:]) >= cache * config.num_hidden_layers
-    generated(given)
-    assert traced.activation_peak_bytes == pytest.approx(observe(lambda: generated(given)).peak_bytes, rel=0.03)
-
-
 def _forward(of: nn.Module, inp: dict[str, Any]) -> None:
     of(**inp)
 
@@ -112,20 +89,6 @@ def test_a_training_trace_is_no_forward_one() -> None:
     again = optimal_search(evaluated.question.trace, 1, **SMALL).plan
     assert again == evaluated.plan
     assert again.optimizer == "none"
-
-
-@pytest.mark.parametrize(
-    ("generate", "more", "said"),
-    [
-        ((100, 60), {}, "more than the 128 positions"),
-        ((8, 0), {}, "generate must be 1 or larger"),
-        ((8,), {}, "tokens of the prompt, new tokens"),
-        ((8, 8), {"inp": batch()}, r"leave out inp="),
-    ],
-)
-def test_impossible_generations_are_refused(generate: Any, more: Any, said: str) -> None:
-    with pytest.raises((InputError, TypeError), match=said):
-        optimal_search(model(), 1, generate=generate, **SMALL, **more)
 
 
 def test_a_cache_that_grows_by_no_tokens_is_refused() -> None:

@@ -10,14 +10,11 @@ import pytest
 
 from elixir.cli import main
 from elixir.errors import InputError, PlanError, readable_bytes
-from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import preset
-from elixir.search import Answer, plan_from_trace, simple_search
-from elixir.search.budgets import resolve_budgets
+from elixir.search import Answer, plan_from_trace
 from elixir.search.request import SearchRequest
-from elixir.units import GIB, MIB
+from elixir.units import MIB
 from tests.common.samples import make_trace
-from tests.common.synthetic_trace import StackShape, stack_trace
 
 TRACE = make_trace(layers=3, unit=2**24)
 DEVICE = 300 * MIB
@@ -43,37 +40,6 @@ def test_all_that_must_be_free_fits_the_machine_and_suffices_when_it_is_typed(ma
     assert found.plan.predicted.host_peak_bytes <= found.plan.host_budget_bytes
 
 
-@pytest.mark.parametrize(("machine", "ranks"), [("h200", 2), ("cpu", 1)])
-@pytest.mark.parametrize("option", ["host_memory", "host_budget"])
-def test_what_an_error_offers_is_of_the_option_that_was_typed_and_suffices(
-    machine: str, ranks: int, option: str
-) -> None:
-    error = refused(machine, ranks, **{option: 300 * MIB})
-    assert error.available_bytes == 300 * MIB
-    offers = [dict(lever.options) for lever in error.levers if lever.step_s is not None]
-    (offer,) = [each for each in offers if each.keys() & {"host_memory", "host_budget"}]
-    assert list(offer) == [option]
-    asked(machine, ranks, **offer)
-
-
-@pytest.mark.parametrize("machine", ["h200", "cpu"])
-def test_the_budget_is_what_the_processes_leave(machine: str) -> None:
-    hardware, given = preset(machine), {"device_memory": GIB, "reserve": "100MiB"}
-    others = estimated_bytes(machine if machine == "cpu" else "cuda", 2) + 2 * 100 * MIB
-    budgets = resolve_budgets(hardware, SearchRequest(world_size=2, host_memory=8 * GIB, **given))
-    assert budgets.host_bytes == 8 * GIB - others
-    assert resolve_budgets(hardware, SearchRequest(world_size=2, host_budget=8 * GIB, **given)).host_bytes == 8 * GIB
-
-
-def test_a_cpu_without_a_device_budget_has_all_that_is_left() -> None:
-    answer = plan_from_trace(TRACE, preset("cpu"), 1, host_memory="4GiB", assume="nominal")
-    assert all(chunk.resident for chunk in answer.plan.chunks)
-    assert answer.must_be_free_bytes <= 4 * GIB
-    with pytest.raises(PlanError, match="in which its devices lie") as caught:
-        plan_from_trace(TRACE, preset("cpu"), 1, host_memory=1, assume="nominal")
-    assert caught.value.available_bytes == 1
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [(500, "in which its devices lie"), (900, "as much on the device"), (1000, "all that must be free")],
@@ -85,16 +51,6 @@ def test_what_is_said_to_be_needed_of_a_cpu_suffices_and_is_what_is_offered(give
     (offer,) = [dict(lever.options) for lever in caught.value.levers if dict(lever.options).keys() == {"host_memory"}]
     assert offer["host_memory"] == readable_bytes(needed_bytes, up=True).replace(" ", "")
     plan_from_trace(TRACE, preset("cpu"), 1, host_memory=needed_bytes, assume="nominal")
-
-
-def test_a_plan_by_hand_is_held_to_it() -> None:
-    given = {"device_memory": GIB, "shard_device": "cpu", "hardware": "cpu"}
-    answer = simple_search(TRACE, 1, host_memory="4GiB", **given)
-    least = answer.must_be_free_bytes - answer.plan.predicted.checkpoint_bytes
-    assert simple_search(TRACE, 1, host_memory=least, **given).must_be_free_bytes <= least
-    with pytest.raises(PlanError) as caught:
-        simple_search(TRACE, 1, host_memory=least - 1, **given)
-    assert caught.value.needed_bytes == least
 
 
 def test_both_options_contradict_each_other() -> None:
@@ -112,20 +68,3 @@ def test_json_has_what_must_be_free(capsys: pytest.CaptureFixture[str], tmp_path
     assert found["machine_bytes"] == 2 * sum(parts.values()) - parts["libraries"]
     assert main([*words, "--brief"]) == 0
     assert "of the 16.00 GiB of each machine's memory" in capsys.readouterr().out
-
-
-def test_a_plan_by_hand_with_early_updates_takes_what_the_machine_has() -> None:
-    """Second sets of states shrink with the memory that is left, so that planning comes to an end."""
-    given: dict[str, Any] = {
-        "shard_device": "cpu",
-        "early_updates": True,
-        "assume": "nominal",
-        "hardware": preset("cpu"),
-    }
-    trace = stack_trace(StackShape(hidden=512, layers=6, ffn=2048))
-    roomy = simple_search(trace, 1, host_memory="1TiB", **given)
-    predicted = roomy.plan.predicted
-    assert predicted.host_parts["new_states"]
-    machine_bytes = roomy.must_be_free_bytes - predicted.checkpoint_bytes - predicted.host_parts["new_states"] // 2
-    tight = simple_search(trace, 1, host_memory=machine_bytes, **given)
-    assert tight.must_be_free_bytes <= machine_bytes

@@ -39,22 +39,6 @@ NORM = Operation("reduction", "bfloat16", 0, 10**10)
 ADD = Operation("elementwise", "bfloat16", 0, 10**10)
 
 
-def test_memory_bound_operators_do_not_hide_behind_products() -> None:
-    assert seconds(machine(), PRODUCT) == pytest.approx(1.0)
-    assert seconds(machine(), NORM) == pytest.approx(1.0)
-    assert seconds(machine(), PRODUCT, NORM) == pytest.approx(2.0)
-    bound_by_bytes = Operation("skinny", "bfloat16", 10**9, 2 * 10**10)
-    assert seconds(machine(), bound_by_bytes) == pytest.approx(2.0)
-
-
-def test_sustained_shares_count_where_nothing_was_measured() -> None:
-    shares = machine(sustained_flops_share=0.5, sustained_memory_share=0.25)
-    assert seconds(shares, PRODUCT) == pytest.approx(2.0)
-    assert seconds(shares, NORM) == pytest.approx(4.0)
-    measured = replace(shares, fits={"matmul.bfloat16.square": RateFit(0.0, PEAK, 0.0)})
-    assert seconds(measured, PRODUCT) == pytest.approx(1.0)
-
-
 def test_each_class_has_its_measured_rate() -> None:
     fits = {
         "matmul.bfloat16.square": RateFit(0.0, PEAK, 0.0),
@@ -82,20 +66,6 @@ def test_many_small_kernels_take_their_launches() -> None:
     assert seconds(hardware, PRODUCT, small) == pytest.approx(1.0), "the host runs ahead of a long kernel"
 
 
-def test_a_cpu_takes_time_for_each_call() -> None:
-    hardware = machine(device_kind="cpu", compute_capability=None, launch_s=0.01)
-    assert seconds(hardware, PRODUCT, replace(ADD, moved_bytes=10)) == pytest.approx(1.02)
-
-
-@pytest.mark.parametrize("name", ["h200", "h100", "a100", "rtx4090"])
-def test_presets_sustain_less_than_their_best_products(name: str) -> None:
-    hardware = preset(name)
-    assert hardware.sustained_flops_share is not None
-    assert 0.2 < hardware.sustained_flops_share < hardware.matmul_efficiency
-    assert hardware.sustained_memory_share is not None
-    assert 0.3 < hardware.sustained_memory_share <= 1
-
-
 def test_unaligned_products_have_their_own_rate_and_share() -> None:
     product = Operation("unaligned", "bfloat16", 10**12, 10**6)
     aligned = {"matmul.bfloat16.square": RateFit(0.5, PEAK, 0.0)}
@@ -105,12 +75,3 @@ def test_unaligned_products_have_their_own_rate_and_share() -> None:
         assert seconds(machine(fits=aligned, compute_capability=other), product) == pytest.approx(1.5)
     measured = aligned | {"matmul.bfloat16.unaligned": RateFit(0.0, PEAK / 10, 0.0)}
     assert seconds(machine(fits=measured), product) == pytest.approx(10.0)
-
-
-def test_backward_of_attention_has_its_own_rate() -> None:
-    backward = Operation("attention_backward", "bfloat16", 10**12, 10**6)
-    forward = {"attention.bfloat16": RateFit(0.0, PEAK / 2, 0.0)}
-    assert seconds(machine(fits=forward), backward) == pytest.approx(2.0)
-    both = forward | {"attention_backward.bfloat16": RateFit(0.0, PEAK / 4, 0.0)}
-    assert seconds(machine(fits=both), backward) == pytest.approx(4.0)
-    assert seconds(machine(sustained_attention_share=0.2), backward) == pytest.approx(5.0)

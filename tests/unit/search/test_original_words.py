@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +9,6 @@ import torch
 
 from elixir import minimum_waste_search, optimal_search, simple_search
 from elixir.errors import InputTypeError
-from elixir.hardware.profile import preset
-from elixir.search.searches import DEFAULT_HARDWARE, profile_for
 from elixir.step_trace import StepTrace
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
@@ -65,39 +60,3 @@ def test_only_rank_0_prints(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     simple_search(trace, 2, verbose=True, **ROOM)
     assert capsys.readouterr().out == ""
-
-
-def test_the_machine_is_the_one_that_is_named_or_the_traces_or_found(
-    trace: StepTrace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    assert profile_for(HARDWARE, trace) is HARDWARE
-    assert profile_for("t4", trace) == preset("t4")
-    assert profile_for(None, replace(trace, device="t4")) == preset("t4")
-    assert caplog.records == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for ranks, level in ((None, logging.WARNING), (0, logging.WARNING), (1, logging.DEBUG)):
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda r=ranks: r is not None)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda r=ranks: r)
-        assert profile_for(None, replace(trace, device="no such")) == preset(DEFAULT_HARDWARE)
-        assert [(each.levelno, "no hardware given" in each.message) for each in caplog.records] == [(level, True)]
-        caplog.clear()
-    with pytest.raises(InputTypeError, match="got int"):
-        profile_for(3)  # type: ignore[arg-type]
-
-
-def test_a_gpu_without_a_preset_has_its_own_memory(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: preset("t4").device_name)
-    assert profile_for(None) == preset("t4")
-    assert caplog.records == []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 2))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**33))
-    found = profile_for(None)
-    assert (found.device_name, found.compute_capability, found.device_memory_bytes) == ("some GPU", (7, 2), 2**33)
-    assert (found.devices_per_host, found.name) == (3, f"rates-of-{DEFAULT_HARDWARE}")
-    assert "no preset for 'some GPU'" in caplog.text

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir.errors import InputError
-from elixir.optimizer_states import optimizer_name, state_size
 from elixir.plan.chunk_plan import PARAM_ALIGNMENT_BYTES
 from elixir.search.problem.packing import (
     GRID_REACH,
@@ -61,21 +59,6 @@ def test_every_parameter_has_one_aligned_place(trace: StepTrace, world_size: int
         assert end <= chunk.bytes
 
 
-@given(traces(), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_order_of_first_use_is_kept_within_a_kind(trace: StepTrace, world_size: int) -> None:
-    table = ParamTable(trace, world_size)
-    packing = table.pack(4096)
-    for members in table.groups.values():
-        # Of one dtype, all trained or none, all with a gradient or none.
-        own = [chunk for chunk in packing.chunks if chunk.parameters[0] in members]
-        assert all(member in members for chunk in own for member in chunk.parameters)
-        packed = [member for chunk in own if not chunk.outsized for member in chunk.parameters]
-        assert packed == [member for member in members if member in packed]
-    firsts = [table.order.index(chunk.parameters[0]) for chunk in packing.chunks]
-    assert firsts == sorted(firsts)
-
-
 def test_first_use_decides_the_order_not_the_model() -> None:
     build = TraceBuilder()
     for index in range(4):
@@ -119,18 +102,6 @@ def test_least_waste_is_least_over_the_grid(name: str) -> None:
     assert all(waste_bytes(table, size) <= waste_bytes(table, other) for other in [*grid[::97].tolist(), *multiples])
 
 
-def test_a_multiple_of_a_layer_may_waste_least() -> None:
-    build = TraceBuilder()
-    # Two layers fill a chunk; with the next size of the even grid, the first parameter of a third would join them.
-    for layer in range(6):
-        sizes = (256, 2**22 + 256, 2**22 + 256, 2**22 + 256)
-        build.use("forward", *[build.parameter(f"layers.{layer}.{part}", size) for part, size in enumerate(sizes)])
-    table = ParamTable(build.build("even"), 1)
-    size = minimum_waste_size(table)
-    assert size % table.layer_bytes[0] == 0
-    assert waste_bytes(table, size) == 0
-
-
 def test_a_layer_is_what_repeats() -> None:
     table = ParamTable(stack_trace("opt-13b"), 1)
     hidden, ffn = 5120, 20480
@@ -139,39 +110,9 @@ def test_a_layer_is_what_repeats() -> None:
     assert table.layer_bytes == (weights + vectors,)
 
 
-def test_layers_of_two_stacks_are_not_one() -> None:
-    build = TraceBuilder()
-    sizes = {
-        "encoder.layers.0": 500,
-        "encoder.layers.1": 300,
-        "decoder.layers.0": 200,
-        "layers.0": 100,
-        "0": 900,
-        "x": 9,
-    }
-    for name, numel in sizes.items():
-        build.use("forward", build.parameter(f"{name}.weight", numel * PARAM_ALIGNMENT_BYTES))
-    table = ParamTable(build.build("two stacks"), 1)
-    # By share of the model: 900, 800 (of which a layer has 500), 200, 100.
-    assert table.layer_bytes == tuple(2 * PARAM_ALIGNMENT_BYTES * numel for numel in (900, 500, 200, 100))
-
-
 def test_tied_parameters_are_counted_once() -> None:
     trace = stack_trace("opt-175b")
     assert trace.numel == 174_604_468_224  # 12 h^2 + 13 h per layer, embeddings, final norm
     table = ParamTable(trace, 1)
     members = [member for chunk in table.pack(4 * 2**30).chunks for member in chunk.parameters]
     assert sum(table.bytes[member] for member in members) == trace.param_bytes
-
-
-def test_states_by_family_of_optimizer() -> None:
-    assert state_size("adamw").nbytes(10) == 80
-    assert state_size("SGD").nbytes(10) == 40
-    assert optimizer_name("adam") == "Adam"
-    assert optimizer_name("adamw (For-Loop)") == "AdamW (for-loop)"
-    assert optimizer_name("sgd (foreach)") == "SGD"  # of these a plan needs no more than the family
-    assert state_size("AdamW (foreach)", "8bit") == state_size("AdamW", "8bit")
-    with pytest.raises(InputError, match="unknown optimizer type"):
-        optimizer_name("AdamW (by hand)")
-    with pytest.raises(InputError, match="did you mean Adam"):
-        state_size("Adan")

@@ -9,31 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access import activations as swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.plan.plan import Plan
-from elixir.search.planner import plan_or_shortage, simple_plan
-from elixir.search.problem import activation_trace
-from elixir.search.problem.activation_trace import FIRST_INPUT, movable_inputs, with_inputs_on_host
+from elixir.search.planner import plan_or_shortage
 from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
 from elixir.search.simulator.simulation import simulate_step
-from elixir.step_trace import StepShape, StepTrace, UnitActivations
+from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
-from tests.common.one_pass import Stack, batches, family, hf_loss, square_loss, vectors
+from tests.common.one_pass import Stack, batches, family, hf_loss
 
 
 @pytest.fixture(scope="module")
 def trace() -> StepTrace:
     made, batch = family("llama")(), batches("llama", 1)[0][0]
     return trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=profile_for("cpu"))
-
-
-def test_layers_come_in_the_order_of_forward(trace: StepTrace) -> None:
-    assert trace.step.checkpointed == tuple(f"model.layers.{index}" for index in range(3))
 
 
 def test_each_layer_is_one_access_per_direction(trace: StepTrace) -> None:
@@ -61,11 +54,6 @@ def test_work_grows_with_the_pass_and_the_order_does_not(trace: StepTrace) -> No
         assert found.flops == size * trace.flops
         assert found.input_bytes == size * trace.input_bytes
         assert {info.grad_access is None for info in found.parameters} == {False}
-
-
-def test_memory_grows_by_what_each_layer_keeps(trace: StepTrace) -> None:
-    highest = [max(access.live_bytes for access in pass_trace(trace, size).accesses) for size in (2, 3, 4)]
-    assert highest[1] - highest[0] == highest[2] - highest[1] > 0
 
 
 def test_a_trace_of_a_pass_is_taken_as_it_is_and_goes_through_json(trace: StepTrace) -> None:
@@ -119,61 +107,8 @@ def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None
     assert best.pass_size == min(size for size, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())) > 1
 
 
-@pytest.fixture
-def small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has tensors of tiny models be worth a copy."""
-    for module in (swapping, activation_trace):
-        monkeypatch.setattr(module, "SMALLEST_BYTES", 256)
-
-
-@pytest.mark.usefixtures("small_inputs")
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_inputs_on_the_host_are_predicted_as_they_are_traced(name: str) -> None:
-    made, batch = family(name, layers=4, hidden=128)(), batches(name, 1)[0][0]
-
-    def traced(*activations: UnitActivations) -> StepTrace:
-        return trace_step(
-            made,
-            batch,
-            lambda m, b: hf_loss(m, b).backward(),
-            hardware=profile_for("cpu"),
-            shape=StepShape(activations=activations),
-        )
-
-    plain = traced()
-    units = movable_inputs(plain)
-    assert units
-    assert set(units) <= {unit.name for unit in plain.units[1:-1]}
-    mine = with_inputs_on_host(plain, units)
-    real = traced(*(UnitActivations(name, (), FIRST_INPUT) for name in units))
-    assert len(mine.accesses) == len(real.accesses)
-    for size in (2, 4, 16):
-        found, expected = pass_trace(mine, size), pass_trace(real, size)
-        states = size * len(units) * torch.get_rng_state().nbytes  # of generators, which count as inputs
-        assert highest(found) <= highest(expected) <= highest(found) + states
-        assert highest(found) < highest(pass_trace(plain, size))
-        ends = [[(each.direction, each.begins, each.ends) for each in it.transfers] for it in (found, expected)]
-        assert sorted(ends[0]) == sorted(ends[1])
-
-
 def highest(trace: StepTrace) -> int:
     return max(access.live_bytes for access in trace.accesses)
-
-
-@pytest.mark.usefixtures("small_inputs")
-def test_auto_moves_inputs_to_the_host_where_passes_need_the_room() -> None:
-    made, batch = family("llama", layers=5, hidden=128)(), batches("llama", 1)[0][0]
-    step = trace_step(made, batch, lambda m, b: hf_loss(m, b).backward(), hardware=slow_link())
-    request = SearchRequest(
-        world_size=1, accumulation=8, pass_size="auto", device_memory="20MiB", host_budget="64GiB", assume="nominal"
-    )
-    found = plan_or_shortage(Question(step, slow_link(), request))
-    without = plan_or_shortage(Question(step, slow_link(), request), moves=False)
-    assert found.step.swap_bytes > 0 == without.step.swap_bytes
-    assert found.predicted.step_s < without.predicted.step_s / 1.01
-    assert found.predicted.host_parts["swapped_activations"] == found.step.swap_bytes
-    assert simulate_step(found, step, slow_link()).step_s == pytest.approx(found.predicted.step_s, rel=1e-6)
-    assert plan_or_shortage(Question(step, slow_link(), replace(request, device_memory="1GiB"))).step.swap_bytes == 0
 
 
 class Counting(Stack):
@@ -188,40 +123,3 @@ class Counting(Stack):
         if self.counts:
             self.layers[1].forwards += 1
         return super().forward(x)
-
-
-def test_a_model_that_counts_in_a_buffer_gets_no_passes() -> None:
-    def traced(*, counts: bool) -> StepTrace:
-        made, batch = Counting(counts=counts), vectors(1)[0][0]
-        return trace_step(made, batch, lambda m, b: square_loss(m, b).backward(), hardware=slow_link())
-
-    stateless, counting = (traced(counts=counts) for counts in (False, True))
-    assert counting.step == replace(stateless.step, changed_state="layers.1.forwards")
-    assert StepTrace.from_json(counting.to_json()) == counting
-    assert "changed_state" not in stateless.to_json()  # as in files of versions that did not look for it
-    assert StepTrace.from_json(stateless.to_json()) == stateless
-
-    request = SearchRequest(world_size=1, accumulation=8, pass_size="auto", placement="cpu", host_budget="1GiB")
-    assert plan_or_shortage(Question(stateless, slow_link(), request)).pass_size > 1
-    assert plan_or_shortage(Question(counting, slow_link(), request)).pass_size == 1
-    with pytest.raises(InputError, match="^layers.1 keeps 'forwards' from one forward .* plan with pass_size=1"):
-        plan_or_shortage(Question(counting, slow_link(), replace(request, pass_size=2)))
-
-
-@pytest.mark.parametrize(("accumulation", "sizes"), [(1, (1,)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 12)), (7, (1, 7))])
-def test_auto_tries_powers_of_two_and_all_together(accumulation: int, sizes: tuple[int, ...]) -> None:
-    assert SearchRequest(world_size=1, accumulation=accumulation, pass_size="auto").sizes == sizes
-
-
-def test_auto_keeps_single_micro_batches_where_nothing_moves(deep: StepTrace) -> None:
-    assert planned(deep, "auto", "1GiB").pass_size == 1
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_matrices_are_those_of_one_micro_batch(trace: StepTrace, size: int) -> None:
-    request = SearchRequest(
-        world_size=1, optimizer_type="Muon + AdamW", host_budget="64GiB", accumulation=4, pass_size=size
-    )
-    found = simple_plan(trace, profile_for("cpu"), request).matrices
-    assert "model.layers.0.mlp.up_proj.weight" in found
-    assert not {"model.embed_tokens.weight", "lm_head.weight"} & set(found)

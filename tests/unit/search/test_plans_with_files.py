@@ -67,26 +67,6 @@ def test_the_host_needs_no_memory_for_them(stack: StepTrace, ranks: int) -> None
     check_consistent(in_files, stack)
 
 
-def test_reads_take_their_time(stack: StepTrace, small: dict[str, object]) -> None:
-    slow = replace(FAST, disk_read_bytes_per_s=1e8)
-    plan = planned(stack, hardware=slow, frozen_weights="files", **small)
-    read_s = plan.predicted.moved_bytes["disk_read"] / 1e8
-    assert read_s > 0
-    assert plan.predicted.step_s >= read_s
-    assert simulate_step(plan, stack, slow).step_s == pytest.approx(plan.predicted.step_s)
-
-
-def test_a_host_that_is_too_small_is_told_of_files(stack: StepTrace, small: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match="leave frozen weights in their safetensors files"):
-        planned(stack, **small)
-    plan = planned(stack, frozen_weights="files", **small)
-    assert plan.reads_files
-    assert plan.predicted.host_peak_bytes <= stack.frozen_bytes / 8
-    check_consistent(plan, stack)
-    with pytest.raises(InputError, match="does not say how fast its disk is"):
-        planned(stack, hardware=HARDWARE, frozen_weights="files", **small)
-
-
 def test_only_streamed_frozen_chunks_may_be_there() -> None:
     chunk = ChunkPlan("float32", False, 256, (ParamSlot("a", 0, 200),), "files", "files", False)
     assert chunk.file_bytes(0, 2) == 512

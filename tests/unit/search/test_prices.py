@@ -12,7 +12,6 @@ from elixir.errors import InputError
 from elixir.hardware.profile import preset_names
 from elixir.search.whatif.prices import HOUR_S, Offer, Prices
 from elixir.search.whatif.sweep import SweepRow
-from elixir.units import GIB
 
 HEAD = "machine,devices,per_hour,currency,source,read_on"
 ROW = SweepRow(
@@ -45,27 +44,6 @@ def test_a_row_costs_what_its_cheapest_whole_offers_do(tmp_path: Path) -> None:
     of_samples = prices.cost(replace(ROW, tokens_per_s=None))
     assert of_samples is not None
     assert (of_samples.unit, of_samples.per_million) == ("samples", pytest.approx(1.2 / HOUR_S / 5 * 1e6))
-
-
-def test_an_offer_that_lacks_the_host_memory_is_none(tmp_path: Path) -> None:
-    head = f"{HEAD},host_memory"
-    prices = read(
-        tmp_path, f"{head}\nt4,1,0.5,EUR,a,2026-11-09,8\nt4,4,2.5,EUR,b,2026-11-09,\nt4,4,3,EUR,c,2026-11-09,64.5\n"
-    )
-    assert [offer.host_memory_bytes for offer in prices.offers] == [8 * GIB, None, 64 * GIB + GIB // 2]
-    for needed, source in ((24 * GIB, "a"), (24 * GIB + 1, "b")):  # three of the first have 24
-        cost = prices.cost(replace(ROW, ranks_per_host=3, must_be_free_bytes=needed))
-        assert cost is not None
-        assert cost.offer.source == source
-    known = Prices((prices.offers[0], prices.offers[2]), "EUR")
-    assert known.cost(replace(ROW, ranks_per_host=3, must_be_free_bytes=65 * GIB)) is None
-
-
-@pytest.mark.parametrize("changes", [{"machine": "l4"}, {"fits": False}, {"tokens_per_s": 0.0}], ids=str)
-def test_a_row_costs_nothing_known_without_an_offer_or_a_speed(tmp_path: Path, changes: dict[str, object]) -> None:
-    prices = read(tmp_path, "HEAD\nt4,1,0.5,EUR,a,2026-11-09\n")
-    assert prices.cost(ROW) is not None
-    assert prices.cost(replace(ROW, **changes)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

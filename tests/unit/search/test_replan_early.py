@@ -10,10 +10,9 @@ import pytest
 
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
-from elixir.plan.plan import Plan, same_packing
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s, worst
-from elixir.search.request import Assumption
+from elixir.search.replan import EarlyShares, Observation, calibrated, correct, simulated_s
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from tests.common.observed import steady
@@ -84,46 +83,8 @@ def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: Early
     assert "of the early updates 0% were kept" in found.reason
 
 
-@pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_a_plan_without_gets_early_states_only_if_they_would_be_kept(planned: Planned, kept: float) -> None:
-    trace, machine, plan = planned
-    now = after_norm(plan)
-    step = simulate_step(now, trace, machine)
-    busy = {"fetch": 0.0, "offload": 0.0, "refresh": 0.0, "host_adam": step.busy_s["host_adam"]}
-    seen = steady(now, step_s=step.step_s, busy_s=busy, early=EarlyShares(kept, kept, kept))
-    found = correct(trace, machine, now, [seen], plan.optimizer).plan
-    assert found is not None
-    assert any(chunk.home.early for chunk in found.chunks) == bool(kept)
-
-
-@pytest.mark.parametrize("assume", ["scenarios", "nominal"])
-def test_a_second_plan_answers_the_question_of_the_first(planned: Planned, assume: Assumption) -> None:
-    trace, machine, plan = planned
-    asked = replace(plan, assume=assume)
-    found = correct(trace, machine, asked, [run_of(planned, DISCARDED)], plan.optimizer).plan
-    assert found is not None
-    assert found.assume == assume
-    assert bool(found.predicted.judgements) == (assume == "scenarios")
-    assert same_packing(found, plan)
-
-
 def test_a_run_that_keeps_all_stays(planned: Planned) -> None:
     trace, machine, plan = planned
     found = correct(trace, machine, plan, [run_of(planned, KEPT)], plan.optimizer)
     assert found.plan is None
     assert "were kept" not in found.reason
-
-
-def test_steps_of_several_kinds_take_as_long_as_their_mean(planned: Planned) -> None:
-    trace, machine, plan = planned
-    kept, discarded, not_made = (run_of(planned, early).step_s for early in (KEPT, DISCARDED, NOT_MADE))
-    assert kept < not_made <= discarded
-    seen = steady(plan, early=EarlyShares(made=0.75, run=0.5, kept=0.5))
-    assert simulated_s(plan, trace, machine, seen) == pytest.approx(kept / 2 + discarded / 4 + not_made / 4)
-    assert simulated_s(after_norm(plan), trace, machine, seen) == pytest.approx(not_made)
-
-
-def test_the_rank_that_kept_the_fewest_counts(planned: Planned) -> None:
-    _, _, plan = planned
-    some = EarlyShares(1.0, 1.0, 0.25)
-    assert worst([steady(plan), steady(plan, early=some), steady(plan)]).early == some

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from elixir.search import minimum_waste_search, optimal_search, plan_from_trace,
 from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.problem.from_plan import packed_step_of
 from elixir.search.question import StepQuestion
-from elixir.search.request import OPTIONS, SearchRequest
+from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.sweep import sweep
 from tests.common.samples import make_plan, make_trace
-from tests.common.searching import HARDWARE, PLENTY, SMALL, check_consistent
+from tests.common.searching import HARDWARE, SMALL, check_consistent
 from tests.common.synthetic_trace import stack_trace
 
 
@@ -99,76 +98,9 @@ def test_divisions_that_fit_the_machines(world_size: int, ranks_per_host: int, e
     assert divisions(world_size, ranks_per_host) == expected
 
 
-def test_free_host_memory_may_keep_a_reserve() -> None:
-    assert SearchRequest(world_size=1, host_memory="free", host_reserve="1GiB").host_reserve == "1GiB"
-
-
-def test_a_request_is_frozen_and_its_fields_go_by_name() -> None:
-    with pytest.raises(FrozenInstanceError):
-        SearchRequest(world_size=1).world_size = 2  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        SearchRequest(1)  # type: ignore[misc]
-
-
 def test_an_option_that_is_gone_says_what_took_its_place() -> None:
     with pytest.raises(InputError, match="early updates have taken the place"):
         SearchRequest.of(1, step_in_backward=True)
-
-
-def test_users_see_all_options_of_all_functions() -> None:
-    for function, settled in (
-        (optimal_search, {"search"}),
-        (minimum_waste_search, {"search", "accumulation"}),
-        (
-            simple_search,
-            {
-                "search",
-                "accumulation",
-                "pass_size",
-                "chunks_of",
-                "disk_memory",
-                "reserve",
-                "device_reserve",
-                "host_reserve",
-            },
-        ),
-        (elixir.wrap, {"world_size", "optimizer_type", "matrices"}),
-    ):
-        shown = inspect.signature(function).parameters
-        assert set(OPTIONS) - settled - {"free"} <= set(shown)
-        assert not settled & set(shown)
-        for field in fields(SearchRequest):
-            if field.name in shown and not (function is elixir.wrap and field.name == "moments"):
-                assert shown[field.name].default in (field.default, inspect.Parameter.empty)
-
-
-def test_positions_are_those_that_users_know() -> None:
-    first = (
-        "model", "world_size", "unified_dtype", "optimizer_type", "overlap", "verbose", "inp", "step_fn", "hardware",
-        "device_memory", "host_memory", "placement", "use_fused_kernels", "accumulation", "disk_memory", "moments",
-    )  # fmt: skip
-    assert tuple(inspect.signature(optimal_search).parameters)[: len(first)] == first
-    by_hand = (
-        "model",
-        "world_size",
-        "split_number",
-        "allocate_factor",
-        "unified_dtype",
-        "shard_device",
-        "optimizer_type",
-    )
-    assert tuple(inspect.signature(simple_search).parameters)[: len(by_hand)] == by_hand
-    trace = stack_trace(SMALL)
-    by_position = optimal_search(trace, 1, None, "SGD", True, False, None, None, HARDWARE, PLENTY, PLENTY)
-    assert by_position == plan_from_trace(
-        trace, HARDWARE, 1, optimizer_type="SGD", device_memory=PLENTY, host_memory=PLENTY
-    )
-
-
-@pytest.mark.parametrize("function", [optimal_search, elixir.wrap])
-def test_a_hedge_is_refused_with_what_took_its_place(function: Any) -> None:
-    with pytest.raises(InputError, match=r"assume='nominal' \(--assume nominal\)"):
-        function(stack_trace(SMALL), 1, hedge=0.05)
 
 
 def test_a_missing_or_doubled_argument_is_refused() -> None:
@@ -176,14 +108,6 @@ def test_a_missing_or_doubled_argument_is_refused() -> None:
         optimal_search(stack_trace(SMALL))
     with pytest.raises(InputTypeError, match="multiple values"):
         optimal_search(stack_trace(SMALL), 1, world_size=2)
-
-
-def test_a_request_plans_as_its_options_do() -> None:
-    trace, request = stack_trace(SMALL), SearchRequest(world_size=2, device_memory=PLENTY, host_budget=PLENTY)
-    made = plan_from_trace(trace, HARDWARE, request, placement="cpu")
-    assert made == plan_from_trace(trace, HARDWARE, 2, device_memory=PLENTY, host_budget=PLENTY, placement="cpu")
-    with pytest.raises(InputTypeError, match="did you mean placement"):
-        plan_from_trace(trace, HARDWARE, request, placment="cpu")
 
 
 def test_a_step_that_does_not_follow_from_its_question_is_refused() -> None:

@@ -14,14 +14,14 @@ from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, Learned, preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.hardware.scenario import Scenario, extremes, scenarios, unmeasured
+from elixir.hardware.scenario import Scenario, scenarios
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import NOTICEABLE_REGRET
-from elixir.search import plan_from_trace, simple_search
+from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from elixir.units import GIB, MIB
+from elixir.units import GIB
 from tests.common.searching import HARDWARE
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -73,18 +73,6 @@ def worst(plan: Plan, trace: StepTrace, best_s: dict[Scenario, float]) -> float:
     return max(seconds(plan, trace, each) / least_s - 1 for each, least_s in best_s.items())
 
 
-@pytest.mark.parametrize("clipping", [None, False])
-def test_a_plan_from_a_file_asks_for_the_same_scenarios(clipping: bool | None) -> None:
-    """In float16 the norm is read for overflow, whether the run clips or not."""
-    half = stack_trace(replace(STACK, layers=3), batch=2, seq=256, dtype="float16")
-    plan = planned(half, 1 << 40, placement="cpu", clipping=clipping)
-    again = plan_from_trace(*Answer.of(plan, half, MACHINE).question)
-    assert plan.clipping
-    assert [each.scenario for each in again.predicted.judgements] == [
-        each.scenario for each in plan.predicted.judgements
-    ]
-
-
 def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_nearly_all() -> None:
     plain = preset("a100")
     assert len(scenarios(plain, clips=True)) == 8
@@ -104,28 +92,6 @@ def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_
         replace(plain, early_kept=1.5)
     with pytest.raises(InputError, match="'link_least' must be a share above 0 and at most 1, found 0"):
         replace(plain, link_least=0)
-
-
-@pytest.mark.parametrize(
-    ("busy", "adams", "links"),
-    [
-        ({}, {1.0, 0.3}, {1.0, 0.6}),
-        ({"busy_host_adam_s": 0.01, "busy_fetch_s": 0.01}, {1.0, 0.3}, {1.0, 0.6}),
-        ({"busy_host_adam_s": 0.5}, {1.0}, {1.0, 0.6}),
-        ({"busy_fetch_s": 0.1, "busy_refresh_s": 0.1}, {1.0, 0.3}, {1.0}),
-    ],
-)
-def test_a_run_tells_nothing_of_what_it_has_not_used(
-    busy: dict[str, float], adams: set[float], links: set[float]
-) -> None:
-    after = learn(preset("a100"), [RUN | {"busy_host_adam_s": 0.0} | busy])
-    found = scenarios(after, clips=False)
-    assert ({each.host_adam for each in found}, {each.link for each in found}) == (adams, links)
-    _, (slowest, _) = extremes(after)
-    assert slowest.host_adam <= min(adams)
-    assert slowest.link <= min(links)
-    again = learn(after, [RUN | {"busy_host_adam_s": 0.6, "busy_offload_s": 0.3}])
-    assert scenarios(learn(again, [RUN]), clips=False) == (Scenario(),)
 
 
 def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:
@@ -158,13 +124,6 @@ def test_nominal_plans_are_the_fastest_at_the_profiles_rates(plan: Plan, nominal
     assert "regret" not in str(nominal)
 
 
-def test_nothing_is_bet_on_early_updates_where_all_fits(stack: StepTrace) -> None:
-    """Every step is clipped: no offload is the best."""
-    plan, resident = planned(stack, 1 << 40), planned(stack, 1 << 40, placement="cuda", early_updates=False)
-    clipped = Scenario(clipped=True)
-    assert seconds(plan, stack, clipped) <= 1.02 * seconds(resident, stack, clipped)
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_what_fits_on_the_device_stays_there_for_a_few_points(known: bool) -> None:
     """Host steps that would save less are not bet on: how long they take next to the launching thread is not known."""
@@ -190,41 +149,6 @@ def test_forced_homes_are_not_updated_early_where_every_step_is_clipped(stack: S
         assert forced(clipped, assume=assume, early_updates=True).has_early_updates
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_given_homes_are_judged_in_all_scenarios(stack: StepTrace, by_hand: bool) -> None:
-    """At the nominal rates early updates gain; where every step is clipped and CPU Adam is slow they lose more."""
-
-    def forced(machine: HardwareProfile, **options: Any) -> Plan:
-        if not by_hand:
-            return planned(stack, 1 << 40, machine, placement="cpu", **options)
-        return simple_search(stack, 1, hardware=machine, shard_device="cpu", **options).plan
-
-    machine = replace(MACHINE, host_adam_numel_per_s=2.6e9)
-    wish = {"early_updates": True} if by_hand else {}
-    plan, plain = forced(machine, **wish), forced(machine, early_updates=False)
-    assert [each.scenario for each in plan.predicted.judgements] == list(scenarios(machine, clips=not by_hand))
-    best_s = {each.scenario: each.best_s for each in plan.predicted.judgements}
-    for other in (plan, plain):
-        taken = {
-            each: simulate_step(other, stack, each.machine(machine), clipped=each.clipped).step_s for each in best_s
-        }
-        assert all(best_s[each] <= step_s * (1 + 1e-9) for each, step_s in taken.items())
-        if not by_hand:
-            stated = max(each.regret for each in plan.predicted.judgements)
-            assert stated <= max(step_s / best_s[each] - 1 for each, step_s in taken.items()) + 0.011
-    assert plan.assume == "scenarios"
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("share", [0.7, 0.85, 1.0, 1.15])
-def test_what_others_find_does_not_beat_the_nominal_search(stack: StepTrace, short_bytes: int, share: float) -> None:
-    chosen, nominal = (
-        planned(stack, int(share * short_bytes), assume=assume).predicted for assume in ("scenarios", "nominal")
-    )
-    assert chosen.fastest_s is not None
-    assert nominal.step_s <= chosen.fastest_s * 1.003
-
-
 def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Plan) -> None:
     for device_memory in (short_bytes, 1 << 40):
         again = planned(stack, device_memory, chunks_of=plan)
@@ -238,22 +162,6 @@ def test_chunks_of_a_plan_are_kept(stack: StepTrace, short_bytes: int, plan: Pla
         planned(other, short_bytes, chunks_of=plan)
     with pytest.raises(InputTypeError, match="plan must be a Plan"):
         planned(stack, short_bytes, chunks_of="plan.json")
-
-
-@pytest.mark.slow
-def test_a_plan_from_a_file_says_what_the_program_takes(stack: StepTrace, short_bytes: int) -> None:
-    plan = Plan.from_json(planned(stack, short_bytes, reserve="3MiB").to_json())
-    assert Answer.of(plan, stack, MACHINE).process_need.parts["reserve"] == 3 * MIB
-
-
-def test_a_clipped_step_makes_early_states_again(nominal: Plan, stack: StepTrace) -> None:
-    early = nominal
-    assert early.has_early_updates
-    kept_s, redone_s = (simulate_step(early, stack, MACHINE, clipped=clipped).step_s for clipped in (False, True))
-    after_norm = replace(early, chunks=tuple(replace(chunk, update="after_norm") for chunk in early.chunks))
-    never_s = simulate_step(after_norm, stack, MACHINE).step_s
-    assert kept_s < never_s <= redone_s
-    assert simulate_step(after_norm, stack, MACHINE, clipped=True).step_s == never_s
 
 
 def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -> None:
@@ -273,18 +181,6 @@ def test_the_bound_is_said_with_the_measurement_that_is_worth_most(plan: Plan) -
     known = {"link": max(each.regret for each in judged) - NOTICEABLE_REGRET}
     assert "would leave" not in str(replace(shown, predicted=replace(shown.predicted, regret_if_known=known)))
     assert str(Scenario(0.3, 1.0, True)) == "CPU Adam is slow and every step is clipped"
-
-
-def test_nothing_is_advised_that_is_known_already(stack: StepTrace, short_bytes: int) -> None:
-    assert unmeasured(preset("a100")) == {"host_adam", "link", "clipped"}
-    learned = replace(MACHINE, early_kept=0.5, early_steps=20, link_least=0.6)
-    assert unmeasured(learned) == {"host_adam"}
-    assert set(planned(stack, short_bytes, learned).predicted.regret_if_known) <= {"host_adam"}
-
-
-def test_a_cpu_is_not_judged_by_rates_of_host_and_device_apart() -> None:
-    assert scenarios(preset("cpu"), clips=False) == (Scenario(),)
-    assert scenarios(preset("cpu"), clips=True) == (Scenario(), Scenario(clipped=True))
 
 
 def test_a_plan_in_python_is_short(plan: Plan, stack: StepTrace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -20,12 +19,10 @@ from elixir.search.problem.packed_step import PackedStep, StepFacts
 from elixir.search.problem.packing import ParamTable
 from elixir.search.problem.placement import Placement, Setting
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.simulator.floors import MOST_AHEAD
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.searching import (
     HARDWARE,
-    PLENTY,
     SMALL,
     check_consistent,
     least_needed,
@@ -34,7 +31,7 @@ from tests.common.searching import (
     shortage,
     traces,
 )
-from tests.common.synthetic_trace import StackShape, TraceBuilder, stack_trace
+from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
 NANOSECOND_S = 1e-9
 
@@ -65,23 +62,6 @@ def test_plans_fit_say_what_they_need_and_are_no_slower_than_the_originals(
 
 
 @pytest.mark.slow
-def test_planning_leaves_the_collection_of_garbage_as_it_was_and_nothing_for_it() -> None:
-    trace = stack_trace(SMALL)
-    assert gc.isenabled()
-    with pytest.raises(PlanError):
-        plan(trace, 1, device=MIB)
-    assert gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        plan(trace, 1, device=GIB)
-        assert not gc.isenabled()
-        assert gc.collect() < len(trace.parameters)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.slow
 @given(traces(), st.sampled_from([1, 4]))
 @settings(max_examples=8, deadline=None)
 def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_size: int) -> None:
@@ -96,28 +76,6 @@ def test_what_an_error_says_is_needed_is_exactly_enough(trace: StepTrace, world_
             plan(trace, world_size, device=least, host=0)
         enough = short.value.needed_bytes
         assert plan(trace, world_size, device=least, host=enough).predicted.host_peak_bytes <= enough
-
-
-@pytest.mark.slow
-@given(traces(), st.sampled_from([1, 2, 4]), st.integers(0, 90), st.booleans())
-@settings(max_examples=8, deadline=None)
-def test_the_host_memory_that_is_needed_is_the_least_at_every_device_budget(
-    trace: StepTrace, world_size: int, percent: int, overlap: bool
-) -> None:
-    least = least_needed(trace, world_size, overlap=overlap)
-    most = plan(trace, world_size, placement="cuda").predicted.device_peak_bytes
-    for placement in ("auto", "cpu"):
-        options: dict[str, Any] = {"overlap": overlap, "placement": placement}
-        if placement == "cpu":
-            least = least_needed(trace, world_size, **options)
-        options["device"] = least + max(most - least, 0) * percent // 100
-        try:
-            plan(trace, world_size, host=0, **options)
-        except PlanError as short:
-            enough = short.needed_bytes
-            assert plan(trace, world_size, host=enough, **options).predicted.host_peak_bytes <= enough
-            with pytest.raises(PlanError):
-                plan(trace, world_size, host=enough - 1, **options)
 
 
 def test_the_least_host_memory_is_searched_for_where_all_memory_together_is_too_little() -> None:
@@ -217,83 +175,3 @@ def test_bytes_of_a_plan_that_streams_everything() -> None:
     largest = max(param.numel for param in trace.parameters)
     assert parts["gradient_in_flight"] in (0, 2 * largest)
     assert made.predicted.moved_bytes["device_to_host"] == whole // 2
-
-
-def test_copies_for_checkpoints_get_what_the_budget_has_to_spare() -> None:
-    trace = stack_trace(SMALL)
-    rich = plan(trace, 2, placement="cpu", early_updates=False)
-    most = rich.predicted.checkpoint_bytes
-    assert most > 2**20
-    for spare in (0, 1000, most, most + 1):
-        made = plan(trace, 2, placement="cpu", early_updates=False, host=rich.predicted.host_step_bytes + spare)
-        assert made.predicted.checkpoint_bytes == min(spare, most)
-        assert made.predicted.host_peak_bytes == sum(made.predicted.host_parts.values())
-        assert (made.chunks, made.predicted.seconds) == (rich.chunks, rich.predicted.seconds)
-    least = rich.predicted.host_step_bytes
-    options = {"device_memory": PLENTY, "host_budget": least - 1, "placement": "cpu"}
-    assert shortage(trace, HARDWARE, 2, **options).needed_bytes == least
-    # They come before new states that the host would make early.
-    host = rich.predicted.host_peak_bytes + most
-    early = plan(trace, 2, placement="cpu", host=host, assume="nominal", chunks_of=rich)
-    assert early.has_early_updates
-    assert early.predicted.checkpoint_bytes == most
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_peaks_at_the_optimizer_step_and_while_a_chunk_fills(world_size: int) -> None:
-    for live in ((0, 0), (64 * MIB, 0), (0, 64 * MIB)):
-        build = TraceBuilder()
-        # Small enough to share a chunk, so that its gradient is whole only when the second has come.
-        both = [build.parameter(f"w{i}", 2**20) for i in range(2)]
-        rest = [build.parameter(f"rest{i}", 2**24) for i in range(2)]
-        for index in (*both, *rest):
-            build.use("forward", index)
-        for index in rest:
-            build.use("backward", index)
-        for index, amount in zip(both, live, strict=True):
-            build.use("backward", index, live=amount)
-        trace = build.build("waiting")
-        for placement in ("cuda", "cpu"):
-            made = plan(trace, world_size, placement=placement)
-            assert {"w0", "w1"} <= {slot.name for slot in made.chunks[0].parameters}
-            check_consistent(made, trace)
-
-
-@pytest.mark.slow
-def test_a_huge_embedding_need_not_set_the_chunk_size() -> None:
-    shape = StackShape(hidden=512, layers=12, ffn=2048, vocab=200_000, positions=512)
-    trace = stack_trace(shape, batch=1, seq=128)
-    made = plan(trace, device=least_needed(trace, 1) + 8 * MIB)
-    embedding = next(chunk for chunk in made.chunks if chunk.parameters[0].name == "embed_tokens.weight")
-    assert embedding.resident
-    assert embedding.state_home == "host"
-    assert made.block_bytes < embedding.weight_bytes
-    check_consistent(made, trace)
-
-
-def test_pins_keep_several_chunks_at_once() -> None:
-    build = TraceBuilder()
-    weights = [build.parameter(f"w{i}", 20 * MIB) for i in range(6)]
-    for i in weights:
-        build.use("forward", i, pin=2)
-    for i in reversed(weights):
-        build.use("backward", i)
-    made = plan(build.build("pinned"), placement="cpu", overlap=False)
-    check_consistent(made, build.build("pinned"))
-    needed = max(
-        len({c for use in made.order[: entry + 1] if use.pin_until >= entry for c in use.chunks})
-        for entry in range(len(made.order))
-    )
-    assert needed == 3
-    assert made.block_count >= 3
-
-
-@pytest.mark.slow
-def test_overlap_is_given_up_only_where_nothing_fits_with_it() -> None:
-    trace = stack_trace(SMALL)
-    least = least_needed(trace, 1)
-    tight, roomy = plan(trace, device=least), plan(trace, device=least + 256 * MIB)
-    assert not tight.overlap
-    assert tight.prefetch_depth == 0
-    assert roomy.overlap
-    assert 0 < roomy.prefetch_depth <= MOST_AHEAD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.floors import Floors
 from elixir.units import GIB, MIB
 from tests.common.searching import HARDWARE
-from tests.common.small_searches import SmallSearch, best_of_all, every_placement, small_search
+from tests.common.small_searches import SmallSearch, best_of_all, small_search
 from tests.common.synthetic_trace import TraceBuilder, stack_trace
 
 WITHIN = 1.001
@@ -77,24 +77,6 @@ def test_no_budget_has_a_slower_fastest_step_than_a_smaller_one(seed: int) -> No
             assert more_s <= 1.001 * less_s
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4])
-def test_a_plan_for_all_scenarios_is_judged_in_each(seed: int) -> None:
-    """Its nominal seconds are no less than those of the plan for the nominal one, and it is the same each time."""
-    search = small_search(seed)
-    sure, fastest, again = (found_by(search, among) for among in (SCENARIOS, SCENARIOS[:1], SCENARIOS))
-    assert sure is not None
-    assert fastest is not None
-    assert again is not None
-    assert [judged.scenario for judged in sure.judgements] == list(SCENARIOS)
-    assert all(judged.step_s >= judged.best_s > 0 for judged in sure.judgements)
-    assert sure.judgements[0].step_s >= fastest.best.seconds["total"] * (1 - 1e-9)
-    assert (again.best.placement, again.judgements) == (sure.best.placement, sure.judgements)
-
-
-def test_nothing_is_found_where_nothing_fits() -> None:
-    assert found_by(replace(small_search(0), budgets=Budgets(1, 1)), SCENARIOS) is None
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: int) -> None:
     """The first chunk comes in while compute waits, and the last gradient leaves when compute is over."""
@@ -120,22 +102,6 @@ def test_a_floor_is_what_a_step_takes_that_waits_at_its_ends_only(world_size: in
     ahead_s, floor_s = (floors.seconds(codes, np.array([1]), prefetch=ahead)[0] for ahead in (True, False))
     assert ahead_s < floor_s <= waiting_s * (1 + 1e-12)
     assert waiting_s - floor_s < (waiting_s - compute_s) / 2
-
-
-def test_more_blocks_never_make_a_step_slower_on_small_searches() -> None:
-    """The search takes as many as fit for this reason."""
-    for seed in range(40, 46):
-        search = small_search(seed, most_chunks=4)
-        depth = int(search.space.setting.overlap)
-        model = search.models[0]
-        for placement in every_placement(model)[::3]:
-            schedule = model.work.schedule(placement.residents, depth)
-            streamed = placement.resident.count(False)
-            times = [
-                weigh(model, placement, blocks, depth, search.space.cost).seconds["total"]
-                for blocks in range(schedule.min_blocks, streamed + 1)
-            ]
-            assert all(after <= before * (1 + 1e-12) for before, after in pairwise(times))
 
 
 @pytest.mark.sampled(every=3)

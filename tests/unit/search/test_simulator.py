@@ -7,14 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware.rate_fit import RateFit
-from elixir.search import simple_search
 from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
 from elixir.units import MIB
@@ -61,37 +58,6 @@ def test_updates_reach_into_forward_and_a_fetch_waits_for_its_own_only() -> None
         assert result.bound_by == "host_adam"
     first = simulated(chain_plan(blocks=3, depth=0), speeds, steps=1)
     assert first.step_s == pytest.approx(3 * fetch + 6 * use + offload)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_fetches_wait_for_their_updates_and_compute_goes_on(kind: str) -> None:
-    """The second update and its fetch are over before compute, which waits only for the first, asks for the second
-    chunk."""
-    use, fetch, offload, adam = 20.0, 0.5, 0.25, 10.0
-    plan = chain_plan(blocks=3, depth=1)
-    step = simulated(plan, Speeds(use, fetch, offload, adam), kind=kind)
-    assert step.step_s == pytest.approx(adam + fetch + 6 * use + offload)
-
-
-@pytest.mark.parametrize(("grad_blocks", "backward"), [(1, 1 + 2 * 5.0), (2, 1 + 5.0), (3, 3)])
-def test_backward_waits_for_a_gradient_block_while_all_are_leaving(grad_blocks: int, backward: float) -> None:
-    """A gradient may arrive when the one that went into its block so many chunks ago is at home."""
-    use, fetch, offload = 1.0, 0.5, 5.0
-    result = simulated(chain_plan(blocks=3, depth=0, grad_blocks=grad_blocks), Speeds(use, fetch, offload))
-    assert result.phases_s["backward"] == pytest.approx(backward * use)
-    assert result.step_s == pytest.approx(3 * fetch + 4 * use + 3 * offload)
-    assert result.extra_grad_blocks == 0
-
-
-@pytest.mark.parametrize(("overlap", "backward"), [(False, 3 * (1 + 5.0)), (True, 1 + 2 * 5.0)])
-def test_a_gradient_that_no_block_holds_is_waited_for_by_the_next_or_at_once(overlap: bool, backward: float) -> None:
-    use, offload = 1.0, 5.0
-    plan = chain_plan(blocks=0, depth=int(overlap), homes="hhh")
-    small_blocks = replace(plan, block_bytes=512, grad_block_count=0)
-    assert plan.overlap == overlap
-    result = simulated(small_blocks, Speeds(use, 0.0, offload))
-    assert result.phases_s["backward"] == pytest.approx(backward)
-    assert result.extra_grad_blocks == 0
 
 
 def test_accumulation_fetches_once_where_blocks_last_and_updates_once() -> None:
@@ -146,24 +112,6 @@ def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
     assert result.bound_by == "compute"
 
 
-def test_on_the_cpu_a_step_of_the_device_delays_updates_that_are_submitted_behind_it() -> None:
-    """Computes is the thread that submits; on CUDA it runs ahead."""
-    plan = chain_plan(blocks=0, depth=0, homes="dhh")
-    speeds = Speeds(use=1.0, adam=10.0, device_adam=3.0)
-    assert simulated(plan, speeds).step_s == pytest.approx(3 + 20 + 4)
-    assert simulated(plan, speeds, kind="cuda").step_s == pytest.approx(20 + 4)
-
-
-def test_several_ranks_fetch_shards_then_gather_and_reduce_then_offload() -> None:
-    """Shards are half a chunk; the network carries the half that is the other rank's."""
-    use, fetch, offload, gather = 1.0, 0.5, 0.25, 0.3
-    speeds = Speeds(use, 2 * fetch, 2 * offload, gather=2 * gather)
-    result = simulated(chain_plan(blocks=3, depth=0, world_size=2), speeds)
-    assert result.step_s == pytest.approx(3 * (fetch + gather) + 6 * use + gather + offload)
-    assert result.busy_s["network"] == pytest.approx(6 * gather)
-    assert result.moved_bytes["network"] == 6 * MIB // 2
-
-
 def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
     """The first chunk is fetched for backward while the third one's gradient leaves: half of its bytes at half
     speed."""
@@ -178,27 +126,6 @@ def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
     assert alone.busy_s["host_to_device"] == pytest.approx(4 * fetch)
     assert both.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
     assert both.busy_s["device_to_host"] == pytest.approx(3 * offload)
-
-
-@pytest.mark.parametrize(("kind", "lost"), [("cuda", 1), ("cpu", 0)])
-def test_fetches_lose_what_returning_weights_take_of_the_link(kind: str, lost: int) -> None:
-    """The link is busy from the first fetch on, and carries the second chunk's new weights meanwhile: the fetch after
-    that chunk's use comes so much later. On a CPU there is no link."""
-    fetch = 4.0
-    returning, staying = (
-        simulated(chain_plan(blocks=2, depth=1, homes=homes), Speeds(1.0, fetch), kind=kind)
-        for homes in ("shss", "sdss")
-    )
-    assert returning.busy_s["refresh"] == pytest.approx(fetch)
-    assert returning.step_s == pytest.approx(staying.step_s + lost * fetch)
-
-
-def test_a_link_that_had_time_for_returning_weights_takes_none_from_fetches() -> None:
-    """The first fetch begins after the weights have returned."""
-    returning, staying = (
-        simulated(chain_plan(blocks=1, depth=0, homes=homes), Speeds(5.0, 4.0), kind="cuda") for homes in ("hss", "dss")
-    )
-    assert returning.step_s == pytest.approx(staying.step_s + 4.0)  # which its own first use waits for
 
 
 def test_calibration_scales_compute_alone() -> None:
@@ -282,15 +209,3 @@ def test_nothing_gets_slower_by_what_gets_faster(
     options: dict[str, Any] = {"accumulation": accumulation}
     before, after = (simulate_step(plan, chain(len(homes)), it, **options).step_s for it in (machine, quicker))
     assert after <= before * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("width", [30, 66, 94, 112])
-def test_times_of_a_step_that_takes_next_to_nothing_are_not_below_zero(width: int) -> None:
-    """One layer: backward begins where it ends, so its time is the difference of two sums that round differently."""
-    inp = {"x": torch.randn(2, width), "y": torch.zeros(2, dtype=torch.int64)}
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        nn.functional.cross_entropy(model(inp["x"]), inp["y"]).backward()
-
-    plan = simple_search(nn.Linear(width, width), 2, inp=inp, step_fn=step, hardware="cpu", shard_device="cuda").plan
-    assert all(seconds >= 0 for seconds in plan.predicted.seconds.values())

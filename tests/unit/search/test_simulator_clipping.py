@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-import elixir
-from elixir.cli import main
 from elixir.errors import InputTypeError
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
@@ -21,7 +17,6 @@ from elixir.show.tables import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import Speeds, chain, chain_plan
-from tests.common.parity import case
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -48,36 +43,6 @@ def steps(kind: str, *, world_size: int = 1, homes: str = "hhd", **options: Any)
 
 def length_s(step: Simulation, name: str) -> float:
     return sum(span.end_s - span.start_s for span in step.timeline if span.name == name)
-
-
-def test_compute_reads_what_leaves_before_it_does_and_what_stays_at_the_step() -> None:
-    """And the host waits for the sum of it, before its updates."""
-    plain, clipped = steps("cuda")
-    assert clipped.step_s - plain.step_s == pytest.approx(3 * READ_S + NUMBER_S)
-    assert clipped.phases_s["backward"] - plain.phases_s["backward"] == pytest.approx(2 * READ_S)
-    assert clipped.phases_s["optimizer"] - plain.phases_s["optimizer"] == pytest.approx(READ_S + NUMBER_S)
-    assert clipped.busy_s["compute"] - plain.busy_s["compute"] == pytest.approx(3 * READ_S + NUMBER_S)
-    assert length_s(clipped, "norm") == pytest.approx(READ_S + NUMBER_S)
-    assert length_s(plain, "norm") == 0.0
-    norm = next(span for span in clipped.timeline if span.name == "norm")
-    assert min(span.start_s for span in clipped.timeline if span.name == "update") == pytest.approx(norm.end_s)
-
-
-@pytest.mark.parametrize(("homes", "added_s"), [("ddd", 3 * READ_S), ("hhh", 3 * READ_S + NUMBER_S)])
-def test_nobody_waits_for_a_number_that_only_the_device_needs(homes: str, added_s: float) -> None:
-    plain, clipped = steps("cuda", homes=homes)
-    assert clipped.step_s - plain.step_s == pytest.approx(added_s)
-
-
-def test_the_pass_that_adds_a_later_batch_sums_what_leaves() -> None:
-    plain, clipped = steps("cuda", accumulation=2)
-    assert clipped.step_s - plain.step_s == pytest.approx(READ_S + NUMBER_S)
-
-
-def test_several_ranks_read_their_shards_where_they_are_reduced() -> None:
-    plain, clipped = steps("cuda", world_size=2, homes="hhh")
-    assert length_s(clipped, "reduce") - length_s(plain, "reduce") == pytest.approx(3 * READ_S / 2)
-    assert clipped.phases_s["backward"] == pytest.approx(plain.phases_s["backward"])
 
 
 def test_on_a_cpu_the_lane_reads_what_it_moves_and_numbers_need_no_way() -> None:
@@ -120,39 +85,3 @@ def test_plans_count_clipping_unless_told_otherwise() -> None:
     assert not _planned(trace, clipping=False).clipping
     with pytest.raises(InputTypeError, match="clipping must be"):
         _planned(trace, clipping=1.0)
-
-
-def test_float16_needs_the_norm_for_its_loss_scale() -> None:
-    trace = replace(_stack(), dtype="float16")
-    assert _planned(trace, clipping=False).clipping
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_wrap_plans_for_the_norm_that_it_is_given(max_norm: float | None) -> None:
-    it = case("opt")
-    optimizer = torch.optim.AdamW(it.model.parameters())
-    module, _ = elixir.wrap(it.model, optimizer, inp=it.inp, max_norm=max_norm, device_memory=GIB, host_budget=GIB)
-    assert module.plan.clipping is (max_norm is not None)
-    module.close()
-
-
-def test_the_command_line_knows_runs_without_clipping(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trace = _stack().save(tmp_path / "trace.json")
-    hardware = HARDWARE.save(tmp_path / "hw.json")
-    given = [
-        "plan",
-        str(trace),
-        "--hardware",
-        str(hardware),
-        "--device-memory",
-        "1GiB",
-        "--host-budget",
-        "1GiB",
-        "--json",
-    ]
-    for more, clips in (([], True), (["--no-clipping"], False)):
-        assert main([*given, *more]) == 0
-        assert json.loads(capsys.readouterr().out)["clipping"] is clips

@@ -9,7 +9,7 @@ import pytest
 
 from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.search.simulator.rates import ADAM_TRAFFIC_BYTES, DEVICE_ROUNDING_BYTES, Rates
+from elixir.search.simulator.rates import Rates
 from tests.common.samples import make_hardware
 
 NUMEL = 10_000_000
@@ -23,37 +23,6 @@ def rates(host_bytes_per_s: float, adam_numel_per_s: float, moments: str = "floa
     return Rates(machine, "bfloat16", 1, 1, moments=moments)  # type: ignore[arg-type]
 
 
-def test_adam_that_fills_host_memory_waits_for_what_transfers_take_of_it() -> None:
-    traffic = ADAM_TRAFFIC_BYTES["float32"]
-    full = rates(traffic * 1e9, 1e9)
-    assert full.host_step([NUMEL], [0])[0] == pytest.approx(NUMEL / 1e9)
-    assert full.host_step([NUMEL], [MOVED])[0] == pytest.approx((traffic * NUMEL + MOVED) / (traffic * 1e9))
-
-
-def test_adam_that_leaves_room_is_not_slowed() -> None:
-    roomy = rates(2 * ADAM_TRAFFIC_BYTES["float32"] * 1e9, 1e9)
-    assert roomy.host_step([NUMEL], [MOVED])[0] == pytest.approx(NUMEL / 1e9)
-
-
-def test_memory_is_never_slower_than_adam_alone_was_seen_to_use_it() -> None:
-    """Two figures of one profile need not agree: the one of Adam was measured."""
-    odd = rates(1e9, 1e9)
-    assert odd.host_step([NUMEL], [0])[0] == pytest.approx(NUMEL / 1e9)
-
-
-def test_cores_and_link_share_the_limit_that_was_measured_for_both() -> None:
-    """Host memory alone would carry both; the ranks of a machine share the limit evenly."""
-    traffic = ADAM_TRAFFIC_BYTES["float32"]
-    machine = replace(make_hardware(), fits={}, host_memory_bytes_per_s=1e12, host_adam_numel_per_s=1e9)
-    limited = replace(machine, host_shared_bytes_per_s=traffic * 1e9)
-    for ranks in (1, 2):
-        apart, together = (Rates(each, "bfloat16", ranks, ranks) for each in (machine, limited))
-        assert apart.host_step([NUMEL], [MOVED])[0] == pytest.approx(ranks * NUMEL / 1e9)
-        assert together.host_step([NUMEL], [0])[0] == pytest.approx(ranks * NUMEL / 1e9)
-        expected = ranks * (traffic * NUMEL + MOVED) / (traffic * 1e9)
-        assert together.host_step([NUMEL], [MOVED])[0] == pytest.approx(expected)
-
-
 def test_nothing_faster_makes_adam_slower() -> None:
     steps = [1.0, 1.5, 4.0, 16.0]
     for moments in ("float32", "bfloat16", "8bit"):
@@ -63,15 +32,6 @@ def test_nothing_faster_makes_adam_slower() -> None:
             by_adam = [rates(1e9 * adam, 3e7 * m, moments).host_step([NUMEL], [MOVED])[0] for m in steps]
             assert by_adam == sorted(by_adam, reverse=True)
     assert not rates(1e9, 1e9).host_step([0], [0]).any()
-
-
-def test_adam_on_the_device_counts_casts_factor_and_rounding_in_low_precision() -> None:
-    h200 = Rates(preset("h200"), "bfloat16", 1, 1)
-    plain, rounded = h200.device_step([NUMEL, NUMEL], [False, True])
-    assert plain == pytest.approx(float(h200.device_adam(NUMEL)))
-    assert rounded - plain == pytest.approx(float(h200.device_memory(DEVICE_ROUNDING_BYTES * NUMEL)))
-    fewer = Rates(preset("h200"), "bfloat16", 1, 1, moments="bfloat16")
-    assert np.allclose(*fewer.device_step([NUMEL, NUMEL], [False, True]))  # one pass reads and writes them all
 
 
 def test_both_directions_of_a_link_share_host_memory() -> None:

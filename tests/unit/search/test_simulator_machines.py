@@ -13,7 +13,7 @@ from elixir.search import plan_from_trace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
-from tests.common.chains import INSTANT, NUMEL, Speeds, chain, chain_plan, simulated
+from tests.common.chains import INSTANT, NUMEL, Speeds, chain, chain_plan
 from tests.common.samples import make_hardware
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -52,15 +52,6 @@ def test_fits_take_the_place_of_plain_rates(stack: StepTrace) -> None:
     assert simulate_step(pair, chain(), measured).busy_s["network"] == pytest.approx(3 * 0.5)
 
 
-def test_ranks_of_a_machine_share_its_adam_and_its_memory() -> None:
-    plan, speeds = chain_plan(blocks=3, depth=0, world_size=2), Speeds(1.0, 0.5, 0.25, adam=8.0)
-    together = simulated(plan, speeds, ranks_per_host=2)
-    machine = replace(speeds.machine(), network_bytes_per_s=INSTANT, network_latency_s=0.0)
-    apart = simulate_step(plan, chain(len(plan.chunks)), machine, ranks_per_host=1)
-    assert together.busy_s["host_adam"] == pytest.approx(3 * 8.0)
-    assert apart.busy_s["host_adam"] == pytest.approx(3 * 8.0 / 2)
-
-
 def _adam_s(machine: HardwareProfile, world_size: int = 1) -> float:
     plan = chain_plan(blocks=3, depth=0, world_size=world_size)
     return simulate_step(plan, chain(), machine).busy_s["host_adam"] * world_size / 3
@@ -78,11 +69,6 @@ def test_the_hosts_adam_has_the_threads_that_the_runtime_gives_it() -> None:
     assert _adam_s(replace(machine, fits=flat), 2) == pytest.approx(2.0)
     together = fits | {"host_adam.2.all_ranks": RateFit(0.0, NUMEL / 5.0, 0.0)}
     assert _adam_s(replace(machine, fits=together), 2) == pytest.approx(5.0)
-
-
-def test_adam_on_the_cores_of_compute_has_one_thread() -> None:
-    fits = {f"host_adam.{threads}": RateFit(0.0, NUMEL * threads, 0.0) for threads in (1, 2, 4)}
-    assert _adam_s(replace(Speeds().machine(), fits=fits)) == pytest.approx(1.0)
 
 
 def test_bad_input_says_what_to_do(stack: StepTrace) -> None:

@@ -15,7 +15,7 @@ from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case
 from tests.common.tracing import cpu_trace
-from tests.unit.search.test_activations import calling, step_of, wide
+from tests.unit.search.test_activations import step_of, wide
 from tests.unit.wrapper.test_compiled_layers import train
 
 TURNS = {
@@ -44,11 +44,6 @@ def predicted_and_traced(turns: str, it: Case) -> tuple[StepTrace, StepTrace]:
 @pytest.mark.parametrize("turns", TURNS)
 def test_a_choice_is_predicted_as_it_is_traced(turns: str) -> None:
     agree(*predicted_and_traced(turns, longer()))
-
-
-@pytest.mark.parametrize("calls", ["both", "with references"])
-def test_a_choice_for_units_that_run_several_times_is_predicted_as_it_is_traced(calls: str) -> None:
-    agree(*predicted_and_traced("by turns", calling(longer(), calls)))
 
 
 def agree(mine: StepTrace, traced: StepTrace) -> None:

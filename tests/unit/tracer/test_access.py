@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.access.autograd import backward_is_running, hooks_over, innermost_saved_tensors_hooks
+from elixir.access.autograd import backward_is_running, innermost_saved_tensors_hooks
 from elixir.access.interception import Interception, TrackedParameter
-from elixir.access.placeholders import absent
 
 
 class Log:
@@ -138,52 +135,6 @@ def test_metadata_is_no_use_and_reading_is() -> None:
     access.remove()
 
 
-def test_the_layout_is_that_of_the_weight_and_not_of_what_stands_in_its_place() -> None:
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        model = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
-        stride, order = model.weight.stride(), model.weight.dim_order()
-        log = Log(model)
-        access = Interception(model, log)
-        weight = model.weight
-        with torch._C.DisableTorchFunctionSubclass():
-            weight.data = absent(weight.shape, weight.dtype, "cpu", stride)
-        assert weight.stride() == stride
-        assert (weight.stride(0), weight.stride(-1), weight.stride(dim=1)) == (stride[0], stride[-1], stride[1])
-        assert weight.is_contiguous() is (memory_format is torch.contiguous_format)
-        assert weight.is_contiguous(memory_format=torch.channels_last) is (memory_format is torch.channels_last)
-        assert weight.dim_order() == order
-        assert not log.only("used")
-        access.remove()
-
-
-def test_a_gradient_set_to_none_or_deleted_is_announced_and_one_that_is_set_is_not() -> None:
-    model = nn.Linear(4, 4)
-    log = Log(model)
-    access = Interception(model, log)
-    model.weight.grad = torch.zeros(4, 4)
-    model.bias.grad = torch.zeros(4)
-    assert not log.heard
-    model.weight.grad = None
-    del model.bias.grad
-    assert log.heard == [("dropped", "weight"), ("dropped", "bias")]
-    access.remove()
-    assert model.weight.grad is None
-    assert model.bias.grad is None
-
-
-def test_results_are_ordinary_tensors() -> None:
-    model = nn.Linear(4, 4)
-    access = Interception(model, Log(model))
-    try:
-        assert type(model.weight) is TrackedParameter
-        assert isinstance(model.weight, nn.Parameter)
-        for made in (model.weight.t(), model.weight + 1, model.weight[0], model(torch.ones(1, 4))):
-            assert type(made) is torch.Tensor
-    finally:
-        access.remove()
-    assert type(model.weight) is nn.Parameter
-
-
 def test_a_view_announces_its_parameter_unless_that_is_held() -> None:
     model = nn.Linear(4, 4)
     log = Log(model)
@@ -257,17 +208,3 @@ def test_nothing_is_kept_longer_than_plain_pytorch_would() -> None:
     finally:
         gc.enable()
         access.remove()
-
-
-def test_saved_weights_come_back_on_a_thread_on_which_nothing_else_of_python_runs() -> None:
-    """Autograd runs such threads for devices in C++."""
-    model, back = nn.Linear(2, 2), threading.Event()
-
-    class Waited(Log):
-        def unpack(self, handle: Any) -> torch.Tensor:
-            back.set()
-            return handle[1]
-
-    hooks = hooks_over(Waited(model), None, lambda items, listener: items)
-    _thread.start_new_thread(hooks.unpack_hook, (hooks.pack_hook(model.weight),))
-    assert back.wait(10.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from elixir.tracer.step_functions import replaced_functions
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, trace_step
@@ -101,29 +99,6 @@ def test_on_cuda_operators_give_the_dtypes_of_the_table(low: torch.dtype) -> Non
     assert mixed == {name: str(kinds[kind]) for name, kind in ON_CUDA.items()}
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_autocast_for_a_target_without_its_device_is_on_and_warns_of_nothing(low: torch.dtype) -> None:
-    seen = Seen()
-
-    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
-        with torch.autocast("cuda", low):
-            y = model(inp["x"])
-        seen.append(y.dtype)
-        y.sum().backward()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
-    assert list(seen) == [low]
-
-
-def test_a_function_that_somebody_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in another thread does so, and puts back what it has found."""
-    with replaced_functions({("torch", "is_autocast_enabled"): lambda before, *args: before(*args)}):
-        monkeypatch.setattr(torch, "is_autocast_enabled", bool)
-    assert torch.is_autocast_enabled is bool
-
-
 def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
     def step(model: nn.Module, inp: dict[Any, Any]) -> None:
         torch.autocast(inp["x"].device.type, torch.bfloat16).__enter__()
@@ -137,41 +112,6 @@ def test_an_autocast_that_a_step_never_leaves_ends_with_the_trace() -> None:
         assert torch.autocast_decrement_nesting() == 0
         x = torch.ones(2, 2, device="meta")
         assert (x @ x).dtype is torch.float32
-
-
-def type_of(x: torch.Tensor) -> str:
-    return x.device.type
-
-
-def type_for_autocast(x: torch.Tensor) -> str:
-    with torch.autocast(x.device.type, torch.bfloat16):
-        return x.device.type
-
-
-@pytest.mark.parametrize(("hardware", "kind"), [(CPU, "cpu"), (H200, "cuda")])
-def test_only_code_that_speaks_of_autocast_is_told_the_kind_of_the_target(hardware: Any, kind: str) -> None:
-    seen = Seen()
-
-    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
-        seen.append((type_of(inp["x"]), type_for_autocast(inp["x"])))
-        model(inp["x"]).sum().backward()
-
-    trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
-    assert list(seen) == [("meta", kind)]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_look_for_no_random_numbers_on_a_device_that_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, reentrant: bool
-) -> None:
-    """Checkpoints save its random numbers where CUDA is initialised, by the devices of tensors: a meta tensor has none."""
-
-    def step(model: nn.Module, inp: torch.Tensor) -> None:
-        checkpoint(model, inp.requires_grad_(), use_reentrant=reentrant).sum().backward()
-
-    monkeypatch.setattr(torch.cuda, "_initialized", True)
-    trace = trace_step(nn.Linear(4, 4), torch.randn(2, 4), step, hardware=H200)
-    assert [access.phase for access in trace.accesses].count("backward") == 1
 
 
 def test_this_torch_has_every_function_that_a_trace_replaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from elixir.hardware.profile import preset
-from elixir.models.step import with_tensors
 from elixir.tracer.trace import trace_step
 
 X, Y = torch.ones(6, 8), torch.zeros(6, 4)
@@ -87,21 +86,3 @@ def test_the_trace_is_the_same_whatever_holds_the_tensors(kind: str) -> None:
     found = traced(batch, step)
     assert found == traced({"x": X, "y": Y}, plainly)
     assert (found.step.samples, found.input_bytes > 0) == (6, True)
-
-
-def test_a_tensor_alone_is_a_batch() -> None:
-    trace = trace_step(
-        nn.Linear(8, 4), X, lambda model, x: model(x).sum().backward(), hardware=preset("cpu"), optimizer=None
-    )
-    assert trace.step.samples == 6
-
-
-def test_the_batch_that_was_given_stays_as_it_is() -> None:
-    for batch, _ in BATCHES.values():
-        before = repr(batch)
-        with_tensors(lambda tensor: tensor + 1, batch)
-        assert repr(batch) == before
-    doubled = with_tensors(lambda tensor: 2 * tensor, Batch(X, {"y": Y}, name="other"))
-    assert torch.equal(doubled.x, 2 * X)
-    assert doubled.name == "other"
-    assert doubled.y.keys() == {"y"}

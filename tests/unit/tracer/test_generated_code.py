@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import ast
-import gc
-import importlib
 import pkgutil
-import warnings
-import weakref
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +20,6 @@ from elixir.search.problem.activation_trace import kept_trace
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.tracer import compiled
 from elixir.tracer.compiled import generated_code
-from elixir.tracer.compiled.emulated_cuda import emulated_cuda
-from elixir.tracer.compiled.layer_graph import layer_graph
 from elixir.tracer.trace import trace_step
 
 
@@ -68,13 +61,6 @@ def moved_bytes(trace: StepTrace) -> int:
     return sum(trace.operations[index].moved_bytes for access in trace.accesses for index in access.operations)
 
 
-def test_weights_of_a_layer_are_free_to_be_saved_and_what_it_is_given_is_not() -> None:
-    layouts = [(torch.Size([4, 4]), (4, 1), torch.float32, True)] * 3
-    made = layer_graph(lambda given: given[0] @ given[1] @ given[2], layouts, 2, "cpu")
-    inputs = {node.name: bool(node.meta["tensor_dict"]) for node in made.module.graph.find_nodes(op="placeholder")}
-    assert inputs == {"input_0": True, "input_1": True, "input_2": False}
-
-
 def test_a_kind_of_layer_is_generated_once_and_takes_less() -> None:
     with torch.device("meta"):
         model = Model()
@@ -98,31 +84,6 @@ def test_a_kind_of_layer_is_generated_once_and_takes_less() -> None:
     assert (after.parameters, after.module) == ((), inside.module)
     assert after.live_bytes < inside.live_bytes
     assert all(layer._compiled_call_impl is None for layer in model.layers)
-
-
-def test_an_interrupt_waits_for_the_thread_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It works with the layer's own tensors, which the model has again after the trace."""
-    left: list[Future[Any]] = []
-
-    def interrupted(self: Future[Any]) -> None:
-        left.append(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Future, "result", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        traced(Model())
-    assert [future.done() for future in left] == [True]
-
-
-@pytest.mark.parametrize("hardware", ["cpu", "h200"])
-def test_code_of_a_kind_keeps_no_layer_of_the_model(hardware: str) -> None:
-    model, kinds = Model(), {}
-    traced(model, hardware=hardware, kinds=kinds)
-    layers = [*map(weakref.ref, model.layers)]
-    del model
-    gc.collect()
-    assert kinds
-    assert [layer() for layer in layers] == [None] * 3
 
 
 def test_layers_without_generated_code_are_traced_uncompiled() -> None:
@@ -323,41 +284,8 @@ class Composed(Layer):
         return super().forward(nn.functional.selu(x) * scale)
 
 
-def test_for_a_gpu_layers_of_composed_functions_have_code_with_their_gradients() -> None:
-    found, eager = (traced(made_of(Composed), hardware="h100", compile=each) for each in (True, False))
-    assert "generates" in found.assumptions[-1]
-    assert found.unused_parameters == eager.unused_parameters == ()
-    assert [parameter.grad_access is None for parameter in found.parameters] == [False] * 8
-
-
 def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
     assert "autocast" in traced(WithAutocast("cuda"), hardware="h100").assumptions[-1]
-
-
-def test_an_emulated_device_is_one_for_inductor_alone_and_leaves_torch_as_it_was() -> None:
-    compile_fx = importlib.import_module("torch._inductor.compile_fx")
-    scheduler = importlib.import_module("torch._inductor.scheduler")
-    triton = importlib.import_module("torch._inductor.codegen.triton")
-    interface = importlib.import_module("torch._dynamo.device_interface").CudaInterface
-    is_big_gpu = importlib.import_module("torch._inductor.utils").is_big_gpu
-    selu = torch.ops.aten.selu.default
-
-    def state() -> list[Any]:
-        owners = (compile_fx, scheduler, triton.TritonKernel, triton.TMACompatibilityChecker, interface, FakeTensor)
-        return [[dict(vars(each)) for each in (*owners, torch.cuda)], list(warnings.filters), dict(selu.py_kernels)]
-
-    before, found = state(), []
-    for capability in ((7, 5), (8, 0), (9, 0)):
-        with emulated_cuda(capability):
-            properties = interface.get_device_properties()
-            found.append((properties.multi_processor_count, interface.is_bf16_supported(), is_big_gpu(0)))
-            assert (properties.cc, interface.get_compute_capability()) == (10 * capability[0] + capability[1],) * 2
-            assert state() != before
-            assert dict(selu.py_kernels) != before[-1]  # it has a gradient on meta
-            torch.cuda.set_rng_state(torch.cuda.get_rng_state())  # without a GPU, too
-        assert state() == before
-    assert found == [(80, False, True), (108, True, True), (132, True, True)]
-    assert is_big_gpu.cache_info().currsize == 0
 
 
 class Given(Model):
@@ -366,12 +294,6 @@ class Given(Model):
         for layer in self.layers:
             x = layer(x, given)
         return x
-
-
-def test_code_holds_no_tensor_of_the_step_that_it_was_made_for() -> None:
-    found = traced(Given())
-    assert "generates" in found.assumptions[-1]
-    assert found.accesses[0].live_bytes > 2**18 > found.accesses[-1].live_bytes
 
 
 def test_every_private_name_is_there() -> None:

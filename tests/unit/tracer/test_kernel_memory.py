@@ -13,7 +13,6 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.tracer.device import cpu_target
-from elixir.tracer.device.routed_functions import KERNELS
 from tests.common.tracing import cpu_trace, predicted_bytes
 
 SCALARS_BYTES = 64
@@ -148,20 +147,6 @@ def test_the_peak_of_a_ctc_loss_is_the_real_one(reduction: str, in_tensors: bool
     assert predicted_bytes(model, inp, step, cache=False) == predicted
 
 
-@pytest.mark.parametrize("spoken", [(3, 2), (1, 3), (0, 0)])
-def test_results_of_a_ctc_loss_are_laid_out_as_real_ones(spoken: tuple[int, int]) -> None:
-    probabilities, targets = torch.randn(8, 2, 5).log_softmax(-1), torch.ones(2, 3, dtype=torch.int64)
-
-    def results(on: Callable[[torch.Tensor], torch.Tensor], forward: Any, backward: Any) -> list[Any]:
-        given = on(probabilities), on(targets), (8, 7), spoken
-        loss, alphas = forward(*given, 0, False)
-        gradient = backward(torch.ones_like(loss), *given, loss, alphas, 0, False)
-        return [(each.shape, each.stride(), each.dtype) for each in (loss, alphas, gradient)]
-
-    real = results(lambda x: x, torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss_backward.default)
-    assert results(lambda x: x.to("meta"), KERNELS["_ctc_loss"], KERNELS["_ctc_loss_backward"]) == real
-
-
 def convolves(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Conv2d(8, 16, 3, padding=1), {"x": torch.ones(batch, 8, 16, 16)}
 
@@ -175,13 +160,6 @@ def test_what_cannot_be_run_is_said_with_its_share_of_the_peak(monkeypatch: pyte
     assert 0 < float(said.rpartition("made ")[2].partition(" %")[0]) <= 100
 
 
-def test_nothing_is_drawn_from_the_generator_of_the_process() -> None:
-    model = Body(lambda _, h: torch.linalg.matrix_exp(F.rrelu(h, training=True).view(8, WIDTH, WIDTH)))
-    before = torch.get_rng_state()
-    cpu_trace(model, {"x": torch.ones(ROWS, WIDTH)}, step)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_trace_under_a_profiler_goes_without_observations() -> None:
     model, inp = nn.Conv2d(8, 16, 5, padding=2), {"x": torch.ones(2, 8, 16, 16)}
     with torch.autograd.profiler.profile(use_kineto=False):
@@ -190,32 +168,7 @@ def test_a_trace_under_a_profiler_goes_without_observations() -> None:
     assert cpu_trace(model, inp, step).assumptions == ()
 
 
-def test_limits_of_what_is_run_are_inclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, weight = torch.empty(2, 3, 8, 8, device="meta"), torch.empty(4, 3, 3, 3, device="meta")
-    call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    flops, nbytes, found = 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3, images.nbytes + weight.nbytes, []
-    for most, most_bytes in ((flops, nbytes), (flops - 1, nbytes), (flops, nbytes - 1)):
-        monkeypatch.setattr(cpu_target, "MAX_RUN_FLOPS", most)
-        monkeypatch.setattr(cpu_target, "MAX_RUN_BYTES", most_bytes)
-        monkeypatch.setattr(cpu_target, "KERNELS_HERE", {})
-        found.append(cpu_target.peak_bytes_here(torch.ops.aten.convolution.default, call, {}) is not None)
-    assert found == [True, False, False]
-
-
 def test_recurrent_layers_are_composed_and_said_to_be() -> None:
     inp = {"x": torch.ones(5, 2, 8)}
     (said,) = cpu_trace(nn.LSTM(8, 8), inp, lambda m, b: m(b["x"])[0].sum().backward()).assumptions
     assert "composed form; what oneDNN" in said
-
-
-def test_memory_that_the_first_call_of_an_operator_keeps_is_not_counted() -> None:
-    kept = []
-
-    @torch.library.custom_op("test_kernel_memory::doubled", mutates_args=(), schema="(Tensor x) -> Tensor")
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        if not kept:
-            kept.append(torch.empty(1 << 20, dtype=torch.uint8))
-        return x + x
-
-    doubling = torch.ops.test_kernel_memory.doubled.default
-    assert cpu_target.peak_bytes_here(doubling, (torch.empty(64, device="meta"),), {}) == 64 * 4

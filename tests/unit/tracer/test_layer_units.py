@@ -10,11 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
-from elixir.models.layer_units import layer_units, repeated_layers
-from elixir.search.problem.coarse_trace import joined_trace
+from elixir.models.layer_units import layer_units
 from elixir.step_trace import Result, StepShape, StepTrace, Unit, UnitActivations
 from tests.common.tracing import cpu_trace, sum_step
-from tests.unit.wrapper import test_units_as_one
 
 
 class Layer(nn.Module):
@@ -87,12 +85,6 @@ def test_checkpointed_layers_run_again_in_backward() -> None:
     ]  # fmt: skip
 
 
-def test_a_checkpoint_around_all_layers_is_no_unit() -> None:
-    trace = cpu_trace(Stack(8, 8, recompute="all"), INP, sum_step)
-    assert [(unit.name, unit.form) for unit in trace.units] == [("layers.0", "plain"), ("layers.1", "plain")]
-    assert [phase for _, phase, _, _ in runs(trace)] == ["forward"] * 2 + ["recompute"] * 2 + ["backward"] * 2
-
-
 def test_a_unit_that_runs_twice_has_a_run_for_each_call() -> None:
     class Twice(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,15 +119,6 @@ def test_a_checkpointed_part_of_a_repeated_layer_lies_in_its_unit() -> None:
     assert [(unit.name, unit.form) for unit in found.values()] == [("0", "plain"), ("1", "checkpointed")]
 
 
-def test_the_model_is_no_unit_and_what_has_no_parameters_is_none() -> None:
-    assert layer_units(nn.Linear(4, 4)) == {}
-    assert layer_units(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)), checkpointed=["0"]) == {}
-    model = Stack(8, 8)
-    assert next(iter(layer_units(model, checkpointed=["begin"]).values())) == Unit(
-        "begin", "checkpointed", "Linear", "either"
-    )
-
-
 @pytest.mark.parametrize("options", [{"keep": ()}, {"keep": None, "swap": (Result("aten.mm.default", 0),)}])
 def test_activations_of_a_unit_that_is_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="'layers.9'"):
@@ -156,59 +139,5 @@ def test_the_forward_of_units_is_known_operator_by_operator() -> None:
     assert (forward.again, forward.accesses_again) == (2, 2)
 
 
-class KeepsAView(test_units_as_one.Layer):
-    """Transposes a weight once, and uses that in all steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kept is None:
-            self.kept = self.up.weight.t()
-        return x + self.down(torch.tanh(x @ self.kept))
-
-
 def fetches(model: nn.Module) -> set[str]:
     return {unit.fetch for unit in cpu_trace(model, INP, sum_step).units}
-
-
-def test_layers_may_be_fetched_as_one_unless_they_write_choose_or_keep() -> None:
-    assert fetches(test_units_as_one.Stack(test_units_as_one.Layer)) == {"either"}
-    for kind in (test_units_as_one.Writes, test_units_as_one.Chooses, KeepsAView):
-        assert fetches(test_units_as_one.Stack(kind)) == {"parameters"}, kind
-
-
-def test_layers_that_others_read_are_fetched_by_parameter() -> None:
-    tied = test_units_as_one.Stack()
-    tied.begin.weight = tied.layers[1].get_submodule("up").weight
-    assert [unit.fetch for unit in cpu_trace(tied, INP, sum_step).units] == ["either", "parameters", "either"]
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 2)
-    assert fetches(nn.ModuleDict({"a": encoder})["a"]) == {"parameters"}
-
-
-class CallsParts(test_units_as_one.Stack):
-    """Calls what its layers consist of, and never a layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.begin(x)
-        for layer in self.layers:
-            x = layer.down(layer.up(x))
-        return x
-
-
-def test_layers_that_are_never_called_are_fetched_by_parameter() -> None:
-    assert fetches(CallsParts()) == {"parameters"}
-
-
-def test_a_list_inside_of_a_list_is_no_layer() -> None:
-    model = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
-    assert list(repeated_layers(model).values()) == ["0.0", "0.1", "1.0", "1.1"]
-
-
-def test_a_layer_that_runs_a_part_again_is_fetched_by_parameter() -> None:
-    trace = cpu_trace(test_units_as_one.Stack(test_units_as_one.RunsAPartAgain), INP, sum_step)
-    assert trace.checkpointed_modules == ("layers.0.up", "layers.1.up", "layers.2.up")
-    assert {unit.fetch for unit in trace.units} == {"parameters"}
-    with pytest.raises(InputError, match=r"layers.0 is no unit of Stack that can be fetched as one"):
-        joined_trace(trace, ["layers.0"])

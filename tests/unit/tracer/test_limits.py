@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.tracer import recorder, user_objects
+from elixir.tracer import recorder
 from elixir.tracer.values import expert_choice, shadows
 from tests.common.tracing import Seen, cpu_trace
 
@@ -57,19 +57,3 @@ def test_what_is_as_large_as_a_limit_is_known(name: str, monkeypatch: pytest.Mon
     assert type(at_the_limit) in (int, float, bool)
     assert at_the_limit is not False
     assert type(above) is not type(at_the_limit) or above is False
-
-
-def test_objects_are_looked_into_as_far_as_a_limit_says(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two lists with three entries each, in a list: with the objects, 45 entries are looked at before the second."""
-    found = []
-    for most in (45, 44):
-        monkeypatch.setattr(user_objects, "MOST_ENTRIES", most)
-        held = [[1, 2, 3], [4, 5, 6]]
-        with user_objects.user_objects_restored(held):
-            for each in held:
-                each.append(7)
-        found.append(([len(each) for each in held], len(caplog.records)))
-        caplog.clear()
-    assert found == [([3, 3], 0), ([3, 4], 1)]

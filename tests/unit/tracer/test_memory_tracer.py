@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
-from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import preset
 from elixir.tracer.memory_tracer import cuda_memory_profiling
 from tests.common.tracing import sum_step, trace_step
@@ -44,32 +40,3 @@ def test_activations_are_the_peak_less_what_was_there_before() -> None:
     trace = trace_step(model(), INP, sum_step, dtype=torch.float, hardware=preset("h200"))
     assert occ["activation_occ"] == trace.backward_peak_bytes - trace.resting_bytes
     assert occ["peak_occ"] == trace.backward_peak_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, None])
-def test_dtype_casts_parameters_and_floating_buffers(dtype: torch.dtype | None) -> None:
-    occ = cuda_memory_profiling(model(), INP, sum_step, dtype)
-    plain = cuda_memory_profiling(model(), INP, sum_step)
-    itemsize = 4 if dtype is None else dtype.itemsize
-    assert occ["param_occ"] * 4 == plain["param_occ"] * itemsize
-    counters = 8  # of batches, int64, which no cast changes
-    assert (occ["buffer_occ"] - counters) * 4 == (plain["buffer_occ"] - counters) * itemsize
-
-
-def test_a_profile_serves_as_device() -> None:
-    by_name = cuda_memory_profiling(model(), INP, sum_step, device="a100")
-    assert by_name == cuda_memory_profiling(model(), INP, sum_step, device=preset("a100"))
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"device": "h2000"}, InputError),
-        ({"step_fn": None}, InputTypeError),
-        ({"optimizer": "adma"}, InputError),
-        ({"model": nn.ReLU()}, InputError),
-    ],
-)
-def test_bad_input(change: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        cuda_memory_profiling(**({"model": model(), "inp": INP, "step_fn": sum_step} | change))

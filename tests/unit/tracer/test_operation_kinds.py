@@ -10,25 +10,8 @@ from elixir.hardware.profile import preset
 from elixir.step_trace import Operation, StepTrace
 from elixir.tracer.compiled.compiled_layers import FusedCosts
 from elixir.tracer.ledger import StorageRecord
-from elixir.tracer.operation_kinds import product_class
 from elixir.tracer.trace import trace_step
 from tests.common.tracing import cpu_trace
-
-
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [
-        ((1024, 1024, 1024), "square"),
-        ((8192, 1024, 1024), "tall"),
-        ((1024, 1024, 8192), "tall"),
-        ((1024, 8192, 1024), "deep"),
-        ((16, 4096, 4096), "skinny"),
-        ((4096, 4096, 16), "skinny"),
-        ((2048, 1024, 1024), "square"),
-    ],
-)
-def test_products_have_the_class_of_the_measured_one(dims: tuple[int, int, int], expected: str) -> None:
-    assert product_class(*dims) == expected
 
 
 class Block(nn.Module):
@@ -56,25 +39,6 @@ def test_every_operator_keeps_its_kind_flops_and_bytes() -> None:
     forward = [event for event in trace.accesses if event.phase == "forward"]
     assert sum(trace.operations[index].flops for event in forward for index in event.operations) == product
     assert all(not operation.flops for operation in trace.operations if operation.kind == "elementwise")
-
-
-@pytest.mark.parametrize(("classes", "kind"), [(1001, "unaligned"), (1004, "unaligned"), (1008, "tall")])
-def test_rows_of_any_length_are_slow_on_cuda_alone(classes: int, kind: str) -> None:
-    """The rows are those of logits and of both slopes; a length that tensor cores like is a length as any."""
-
-    def kinds(hardware: str) -> set[str]:
-        head = nn.Linear(256, classes, bias=False)
-        trace = trace_step(
-            head,
-            {"x": torch.ones(96, 256, requires_grad=True)},
-            lambda model, inp: model(inp["x"]).square().sum().backward(),
-            hardware=preset(hardware),
-            dtype=torch.bfloat16,
-        )
-        return {operation.kind for operation in trace.operations if operation.flops}
-
-    assert (kinds("h200") == {"unaligned"}) == (kind == "unaligned")
-    assert "unaligned" not in kinds("cpu")
 
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])

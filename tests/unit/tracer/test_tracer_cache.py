@@ -20,7 +20,7 @@ from elixir.tracer.device import target_for
 from elixir.tracer.operator_cache import META, Arguments, OperatorCache, traits
 from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import FAMILIES, tiny
-from tests.common.tracing import CPU, H200, sum_step
+from tests.common.tracing import CPU, H200
 
 aten = torch.ops.aten
 
@@ -81,47 +81,6 @@ def test_the_cache_changes_nothing_in_any_optimizer_kernel(kernel: Any, hardware
     inp = {"x": torch.randn(4, 16)}
     options: dict[str, Any] = {"hardware": hardware, "optimizer": "AdamW", "optimizer_kernel": kernel}
     assert_same(trace_step(model, inp, step, **options), trace_step(model, inp, step, cache=False, **options))
-
-
-def test_equal_numbers_of_different_types_are_different_signatures() -> None:
-    """1, 1.0 and True are one dictionary key in Python, and give tensors of three dtypes."""
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum((x + other).double() * self.weight for other in (1, 1.0, True, 1))  # type: ignore[return-value]
-
-    inp = {"x": torch.arange(64)}
-    for hardware in (CPU, H200):
-        assert_same(
-            trace_step(Adds(), inp, sum_step, hardware=hardware),
-            trace_step(Adds(), inp, sum_step, hardware=hardware, cache=False),
-        )
-
-
-def test_views_larger_than_what_they_show_are_not_remembered() -> None:
-    """Results whose storage is larger than the tensor, and results that alias an argument, run anew."""
-
-    class Strange(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                x = (x @ self.weight).unfold(1, 16, 8).reshape(-1, 16).repeat(1, 2)[: x.shape[0]]
-                x = x.expand(2, *x.shape).contiguous()[0].as_strided((x.shape[0], 32), (32, 1))
-            return x
-
-    inp = {"x": torch.randn(8, 32)}
-    for hardware in (CPU, H200):
-        assert_same(
-            trace_step(Strange(), inp, sum_step, hardware=hardware),
-            trace_step(Strange(), inp, sum_step, hardware=hardware, cache=False),
-        )
 
 
 @pytest.mark.slow

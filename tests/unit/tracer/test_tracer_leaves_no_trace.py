@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import threading
@@ -21,12 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.observe import observe_step
 from elixir.access.interception import Interception
 from elixir.errors import TraceError
-from elixir.models.step import default_input, default_step
-from elixir.step_trace import StepTrace
-from elixir.tracer.ledger import Ledger, StorageRecord
+from elixir.models.step import default_step
+from elixir.tracer.ledger import Ledger
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
-from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, on_meta_now, predicted_bytes
 
 MODULES = (
@@ -233,103 +230,6 @@ def test_a_thread_that_trains_meanwhile_gets_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
 
 
-def test_two_threads_trace_what_one_does() -> None:
-    models = [tiny("opt"), tiny("gpt2", checkpoint="non-reentrant")]
-    inputs = [default_input(model, batch=2, seq=16) for model in models]
-    hardware = [CPU, H200]
-
-    def traced(number: int) -> StepTrace:
-        return trace_step(models[number], inputs[number], default_step, hardware=hardware[number])
-
-    alone = [traced(0), traced(1)]
-    found: dict[tuple[int, int], StepTrace] = {}
-    before = names()
-
-    def work(number: int) -> None:
-        for turn in range(2):
-            found[number, turn] = traced(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(found[number, turn] == alone[number] for number in (0, 1) for turn in (0, 1))
-    assert_names(before, names())
-
-
-def test_a_thread_that_starts_meanwhile_has_the_threads_of_others() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    found = Seen()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        model(inp["x"]).sum().backward()
-
-    try:
-        cpu_trace(nn.Linear(8, 8), {"x": torch.randn(2, 8)}, step)
-    finally:
-        torch.set_num_threads(threads)
-    assert list(found) == [2]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_autocast_is_on_again_where_a_checkpointed_region_runs_again(reentrant: bool, kind: str) -> None:
-    seen = Seen()
-
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def inner(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
-            seen.append((torch.is_autocast_enabled(kind), y.dtype))
-            return self.layer(y)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(kind, torch.bfloat16):
-                return checkpoint(self.inner, self.layer(x), use_reentrant=reentrant).float()  # type: ignore[no-any-return]
-
-    hardware = CPU if kind == "cpu" else H200
-    trace_step(Casts(), {"x": torch.randn(4, 8)}, lambda m, i: m(i["x"]).sum().backward(), hardware=hardware)
-    assert list(seen) == [(True, torch.bfloat16)] * 2
-    assert not torch.is_autocast_enabled(kind)
-
-
-def test_lists_in_an_index_are_known_where_backward_runs_code_of_the_user() -> None:
-    class Doubles(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            known = torch.arange(8, device=gradient.device)[[2, 3]]
-            assert known.tolist() == [2, 3]
-            return gradient * 2
-
-    def by_backward(model: nn.Module, inp: dict[str, Any]) -> None:
-        out = Doubles.apply(model(inp["x"]))
-        out.backward(torch.ones_like(out))
-
-    def by_function(model: nn.Module, inp: dict[str, Any]) -> None:
-        torch.autograd.backward([Doubles.apply(model(inp["x"])).sum()])
-
-    def by_grad(model: nn.Module, inp: dict[str, Any]) -> None:
-        gradients = torch.autograd.grad(Doubles.apply(model(inp["x"])).sum(), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        model(inp["x"]).sum().backward()
-
-    for step in (by_backward, by_function, by_grad):
-        cpu_trace(nn.Linear(8, 8), {"x": torch.randn(2, 8)}, step)
-
-
 def test_states_of_the_generator_in_checkpoints_are_counted() -> None:
     class Regions(nn.Module):
         def __init__(self, reentrant: bool) -> None:
@@ -392,27 +292,6 @@ def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() ->
             cpu_trace(running, inp, works)
     finally:
         access.remove()
-
-
-def test_a_trace_is_gone_without_the_garbage_collector() -> None:
-    """It holds tens of thousands of objects, and would be collected as soon as it has ended."""
-    model = tiny("opt", checkpoint="non-reentrant")
-    inp, kept = default_input(model, batch=2, seq=16), Seen()
-
-    def with_values_nobody_asks_for(model: nn.Module, batch: Any) -> None:
-        default_step(model, batch)
-        batch["input_ids"].cumsum(0)
-        kept.append(batch["input_ids"].cumsum(1))
-
-    gc.collect()
-    gc.disable()
-    try:
-        for step, optimizer in ((default_step, None), (default_step, "AdamW"), (with_values_nobody_asks_for, None)):
-            trace_step(model, inp, step, hardware=H200, optimizer=optimizer)
-        left = [item for item in gc.get_objects() if isinstance(item, StorageRecord)]
-    finally:
-        gc.enable()
-    assert not left
 
 
 def test_hooks_on_gradients_that_a_step_registers_stay_with_their_parameter() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmark.observe import observe, observe_step
 from elixir.errors import TraceError
-from elixir.tracer import report
 from tests.common.tracing import H200, Step, cpu_trace, predicted_bytes, sum_step, trace_step
 
 SCALARS_BYTES = 64
@@ -340,76 +338,9 @@ def test_totals_hang_together() -> None:
         assert sum(c.bytes for c in trace.peak_contributors) == trace.backward_peak_bytes
 
 
-def test_a_thinned_curve_keeps_the_highest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cpu_trace(mlp(), x(64, 64), sum_step)
-    monkeypatch.setattr(report, "MAX_STEP_SAMPLES", 3)
-    thinned = cpu_trace(mlp(), x(64, 64), sum_step)
-    assert len(thinned.curve) == 3 < len(whole.curve)
-    assert set(thinned.curve) < set(whole.curve)
-    assert max(sample.total for sample in thinned.curve) == whole.backward_peak_bytes
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_curve_says_in_which_phase_a_moment_is(recompute: bool) -> None:
-    """Backward begins with the gradient of the loss, long before it reads a weight."""
-
-    def step(model: nn.Module, inp: dict[Any, Any]) -> None:
-        out = checkpoint(model, inp["x"], use_reentrant=False) if recompute else model(inp["x"])
-        out.sin().cos().tan().sum().backward()
-
-    trace = cpu_trace(nn.Linear(64, 64), x(64, 64), step, optimizer="AdamW")
-    phases = [(phase, len(list(samples))) for phase, samples in itertools.groupby(s.phase for s in trace.curve)]
-    names = ["forward", "backward", "recompute", "optimizer"] if recompute else ["forward", "backward", "optimizer"]
-    assert [phase for phase, _ in phases] == names
-    assert dict(phases[:2])["backward"] >= 5  # a gradient each of sum, tan, cos, sin and the product
-
-
-@pytest.mark.parametrize("input_transposed", [True, False])
-@pytest.mark.parametrize("weight_transposed", [True, False])
-def test_a_convolution_over_time_is_laid_out_by_its_weight(weight_transposed: bool, input_transposed: bool) -> None:
-    class Convolves(nn.Module):
-        """Keeps the weight of a convolution as that of a linear layer, as some speech models do."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(32, 32)
-            shape = (64, 3, 32) if weight_transposed else (64, 32, 3)
-            self.weight = nn.Parameter(torch.randn(shape))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x).transpose(1, 2)
-            weight = self.weight.transpose(1, 2) if weight_transposed else self.weight
-            return F.conv1d(x if input_transposed else x.contiguous(), weight).relu().mean(2)
-
-    model, inp = Convolves(), {"x": torch.randn(2, 65, 32)}
-    step = lambda m, i: m(i["x"]).square().sum().backward()  # noqa: E731
-    assert abs(predicted_bytes(model, inp, step) - observe_step(model, inp, step).peak_bytes) <= 8
-
-
 def test_a_step_that_leaves_the_model_out_is_refused() -> None:
     def step(model: nn.Module, inp: dict[str, Any]) -> None:
         inp["x"].clone().requires_grad_().sum().backward()
 
     with pytest.raises(TraceError, match="step_fn used no parameter of the model it was given; it must run the model"):
         trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=H200)
-
-
-def test_gradients_count_while_autograd_has_them() -> None:
-    """On CUDA only from when it is made to when it is handed over, one after the other; on a CPU it is unknown."""
-    model = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.Linear(4096, 64, bias=False))
-    inp = {"x": torch.zeros(4096, 64)}
-    on_cuda, on_cpu = (
-        [access.arriving_bytes for access in trace.accesses]
-        for trace in (trace_step(model, inp, sum_step, hardware=H200), cpu_trace(model, inp, sum_step))
-    )
-    # Both gradients come in the last access, one when the other has been handed over.
-    assert on_cuda == [0, 0, 64 * 4096 * 4]
-    assert set(on_cpu) == {None}
-
-
-def test_a_step_has_the_samples_of_the_first_tensor_that_has_any() -> None:
-    inp = {"way": "all", "scale": torch.tensor(2.0), "x": torch.randn(3, 64), "more": torch.randn(5, 64)}
-    trace = cpu_trace(
-        nn.Linear(64, 64), inp, lambda model, batch: (model(batch["x"]) * batch["scale"]).sum().backward()
-    )
-    assert (trace.step.samples, trace.step.tokens) == (3, None)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
@@ -188,29 +187,6 @@ def test_a_result_that_is_no_tensor_stays_what_it_is() -> None:
     assert len(peaks) == 1
 
 
-def test_an_operator_that_changes_the_shape_in_place_runs_every_time() -> None:
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total = x.new_zeros(())
-            for _ in range(2):
-                one, other = self.layer(x), self.layer(x)
-                one.unsqueeze_(1)
-                other.unsqueeze_(0)
-                total = total + (one - other).tanh().mean()
-            return total
-
-    inp = {"x": torch.randn(64, 8)}
-    traces = [
-        trace_step(Pairs(), inp, lambda m, i: m(i["x"]).backward(), hardware=CPU, optimizer=None, cache=cache)
-        for cache in (True, False)
-    ]
-    assert traces[0] == traces[1]
-
-
 def run_on(book: OperatorCache, func: Any, *args: Any, **kwargs: Any) -> Any:
     op = traits(func)
     run = book.call if op.mutates else book.run
@@ -240,21 +216,3 @@ def test_what_a_key_does_not_tell_is_not_remembered() -> None:
     assert [run_on(book, aten.clone.default, item)[0].is_conj() for item in (waves, waves.conj())] == [
         aten.clone.default(item).is_conj() for item in (waves, waves.conj())
     ]
-
-
-def test_a_number_may_be_the_first_of_two_operands() -> None:
-    """Also where a checkpointed function runs again in backward, where sums of gradients are looked for."""
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def inner(h: torch.Tensor) -> torch.Tensor:
-                return torch.tanh(h) * torch.add(0.25, h > 0, alpha=0.5).type_as(h)
-
-            return checkpoint(inner, self.layer(x), use_reentrant=False)  # type: ignore[no-any-return]
-
-    inp = {"x": torch.randn(6, 8)}
-    trace_step(Adds(), inp, lambda m, i: m(i["x"]).sum().backward(), hardware=CPU)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,46 +95,6 @@ def test_two_layers_recomputed_without_reentrance() -> None:
     assert trace.checkpointed_modules == ("first", "second")
 
 
-@pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
-def test_an_access_stays_until_its_module_returns(recompute: str) -> None:
-    """A view made in one operator is read in a later one; children run and return in between."""
-
-    class Hoists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-            self.child = nn.Linear(8, 8)
-            self.last = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            turned = self.weight.t()
-            x = self.child(x)
-            return self.last(x @ turned)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Hoists()
-            self.after = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if recompute != "none":
-                x = checkpoint(self.inner, x.requires_grad_(), use_reentrant=recompute == "reentrant")  # type: ignore[assignment]
-            else:
-                x = self.inner(x)
-            return self.after(x)
-
-    trace = cpu_trace(Outer(), INP, sum_step)
-    order = events(trace)
-    for phase in ("forward", "recompute") if recompute != "none" else ("forward",):
-        uses = [i for i, event in enumerate(order) if event[0] == phase and event[2].startswith("inner")]
-        turned = next(i for i in uses if order[i][1] == ("inner.weight",))
-        assert trace.accesses[turned].operator == "t"
-        assert trace.accesses[turned].pin_until == uses[-1], "until inner returns"
-        child = next(i for i in uses if order[i][2] == "inner.child")
-        assert trace.accesses[child].pin_until == child, "a leaf module returns at once"
-
-
 @pytest.mark.parametrize(("recompute", "arrivals"), [("none", 1), ("non-reentrant", 1), ("reentrant", 2)])
 def test_a_layer_used_twice_gets_a_gradient_from_each_backward_inside_backward(recompute: str, arrivals: int) -> None:
     class Twice(nn.Module):
@@ -172,31 +131,6 @@ def test_a_recomputed_function_is_recognised(reentrant: bool) -> None:
     assert [e[1] for e in order if e[0] == "backward"] == [("b",), ("a",)]
 
 
-def test_accumulation_keeps_the_last_moment_of_a_gradient() -> None:
-    def accumulates(model: nn.Module, inp: dict[str, Any]) -> None:
-        for part in inp["x"].chunk(2):
-            model(part).sum().backward()
-
-    trace = cpu_trace(Mlp(), INP, accumulates)
-    assert [event.phase for event in trace.accesses] == ["forward", "forward", "backward"] * 2
-    assert {p.grad_access for p in trace.parameters} == {5}
-    # The last node of a backward ends with it, and not when the next backward begins.
-    assert [event.pin_until for event in trace.accesses] == [0, 1, 2, 3, 4, 5]
-
-
-def test_one_function_that_reads_two_parameters_is_one_access() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.layer_norm(x, (8,), self.a, self.b) + torch.stack([self.b, self.a]).sum(0) + self.a.numel()
-
-    order = events(cpu_trace(Two(), INP, sum_step))
-    assert [e[1] for e in order if e[0] == "forward"] == [("a", "b"), ("b", "a")]
-
-
 def test_costs_belong_to_the_access_before_them() -> None:
     trace = cpu_trace(Mlp(), {"x": torch.ones(32, 8)}, sum_step)
     flops = [sum(trace.operations[index].flops for index in event.operations) for event in trace.accesses]
@@ -217,40 +151,6 @@ def test_frozen_parameters_are_used_and_get_no_gradient() -> None:
     assert by_name["second.0.weight"].grad_access is not None
     assert trace.unused_parameters == ()
     assert trace.grad_bytes == (16 * 4 + 4) * 4
-
-
-@pytest.mark.parametrize("replaced", ["by new memory", "by a cast", "by another's", "by set_", "by set_ of a storage"])
-def test_a_weight_whose_memory_is_replaced_is_found_again(replaced: str) -> None:
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        first, second = model.get_submodule("first.0"), model.get_submodule("second.0")
-        assert isinstance(first, nn.Linear)
-        assert isinstance(second, nn.Linear)
-        if replaced == "by a cast":
-            second.to(torch.float64).to(torch.float32)
-        elif replaced == "by new memory":
-            second.weight.data = torch.empty_like(second.weight)
-        elif replaced == "by set_":
-            with torch.no_grad():
-                second.weight.set_(torch.empty_like(second.weight))
-        elif replaced == "by set_ of a storage":
-            memory = torch.empty_like(second.weight)
-            with torch.no_grad():
-                second.weight.set_(memory.untyped_storage(), 0, memory.shape, memory.stride())
-            del memory
-        else:  # a number that was one weight's is another's, as may be that of memory which was given up
-            memory = first.bias.data
-            first.bias.data = torch.empty_like(memory)
-            second.weight.data = memory.expand(4, 16)
-        sum_step(model, inp)
-
-    first, second = first_and_second()
-    found = events(cpu_trace(Mlp(), INP, step))
-    assert all(event[1] for event in found)
-    assert [event for event in found if event[2]] == [
-        ("forward", first, "first.0"),
-        ("forward", second, "second.0"),
-        ("backward", ("second.0.weight",), "second.0"),
-    ]
 
 
 def test_a_tensor_that_takes_the_memory_of_a_weight_uses_it() -> None:

@@ -11,18 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from elixir.hardware.profile import preset
-from elixir.step_trace import StepShape, StepTrace
+from elixir.step_trace import StepTrace
 from elixir.tracer import operation_kinds
 from elixir.tracer.device import target_for
-from elixir.tracer.device.routed_functions import routed
 from elixir.tracer.device.target import Attention
 from elixir.tracer.trace import trace_step
-from elixir.units import KIB, MIB
 from tests.common import inside
-from tests.common.tracing import CPU, H200, Seen, cpu_trace, sum_step
+from tests.common.tracing import CPU, H200, Seen, sum_step
 
 MASK = (2, 1, 128, 128)
 HALF = Attention(
@@ -194,51 +191,6 @@ def test_dropout_of_nothing_and_of_all(p: float) -> None:
     assert "native_dropout" not in " ".join(operators_at_peak(trace))
 
 
-def test_cuda_rounds_to_512_bytes_and_the_cpu_does_not() -> None:
-    for nbytes, rounded in ((0, 0), (1, 512), (512, 512), (513, 1024)):
-        assert target_for(H200).round_bytes(nbytes) == rounded
-        assert target_for(CPU).round_bytes(nbytes) == nbytes
-    model = nn.Linear(3, 5)
-    inp = {"x": torch.ones(2, 3)}
-    assert trace_step(model, inp, sum_step, hardware=H200).resting_bytes == 3 * 512
-    assert cpu_trace(model, inp, sum_step).resting_bytes == (15 + 5 + 6) * 4
-    assert trace_step(model, inp, sum_step, hardware=H200).param_bytes == 80  # exact bytes, not rounded ones
-
-
-def recomputed_step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
-    checkpoint(model, inp["x"], use_reentrant=False).sum().backward()
-
-
-@pytest.mark.parametrize(("machine", "nbytes"), [("h200", 32 * MIB), ("a100", 8320 * KIB), ("cpu", 0)])
-def test_matrix_libraries_keep_one_workspace_per_direction(machine: str, nbytes: int) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    trace = trace_step(model, {"x": torch.ones(2, 8)}, sum_step, hardware=preset(machine))
-    assert trace.workspace_bytes == 2 * nbytes
-    forward = {sample.workspace for sample in trace.curve if sample.phase == "forward" and sample.operator}
-    assert forward == {2 * nbytes}  # that of backward is there from the step before
-    assert min(access.live_bytes for access in trace.accesses) > 2 * nbytes
-    options = {"hardware": preset(machine), "shape": StepShape(forward=True)}
-    alone = trace_step(model, {"x": torch.ones(2, 8)}, lambda model, inp: model(inp["x"]), **options)
-    assert alone.workspace_bytes == nbytes
-    # cuBLASLt, which adds a bias, keeps another: in backward only where forward runs again.
-    biased = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    bias_bytes = MIB if nbytes else 0
-    inp = {"x": torch.ones(2, 8)}
-    assert trace_step(biased, inp, sum_step, hardware=preset(machine)).workspace_bytes == 2 * nbytes + bias_bytes
-    again = trace_step(biased, inp, recomputed_step, hardware=preset(machine))
-    assert again.workspace_bytes == 2 * nbytes + 2 * bias_bytes
-
-    class Scales(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.scale
-
-    assert trace_step(Scales(), {"x": torch.ones(2, 8)}, sum_step, hardware=preset(machine)).workspace_bytes == 0
-
-
 def test_default_optimizer_kernels() -> None:
     inp = {"x": torch.ones(2, 8)}
     model = nn.Linear(8, 8)
@@ -335,30 +287,6 @@ def test_causal_attention_counts_the_scores_that_a_query_sees(kernel: str) -> No
     assert counted == [4 * 2 * 4 * 8 * 6 * 4, 4 * 2 * 4 * 8 * (1 + 2 + 3 + 4 + 4 + 4)]
 
 
-@pytest.mark.parametrize("machine", ["cpu", "v100", "a100", "h200"])
-def test_a_causal_mask_given_as_a_tensor_is_not_skipped(machine: str) -> None:
-    """Forward, and five products of backward instead of two; at 32 tokens less 1/32 of half."""
-
-    def step(module: nn.Module, inp: dict[str, torch.Tensor]) -> None:
-        x = module(inp["x"])
-        mask = torch.ones(32, 32, dtype=torch.bool, device=x.device).tril() if "mask" in inp else None
-        F.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None).sum().backward()
-
-    dtype = torch.float32 if machine in ("cpu", "v100") else torch.bfloat16
-    found = {}
-    for given in ("causal", "mask"):
-        inp = {"x": torch.zeros(2, 2, 32, 64), given: torch.zeros(1)}
-        trace = trace_step(nn.Linear(64, 64), inp, step, dtype=dtype, hardware=preset(machine))
-        found[given] = sum(
-            trace.operations[i].flops
-            for a in trace.accesses
-            for i in a.operations
-            if trace.operations[i].kind in ("attention", "attention_backward")
-        )
-    assert found["mask"] == 7 * 2 * 2 * 2 * 32 * 32 * 64
-    assert found["causal"] == found["mask"] * 33 // 64
-
-
 IMAGES = {
     "as built": lambda n, c, side: torch.randn(n, c, side, side),
     "channels last": lambda n, c, side: torch.randn(n, c, side, side).to(memory_format=torch.channels_last),
@@ -389,12 +317,3 @@ def test_a_convolution_lays_its_result_out_as_the_real_one_does(image: str, turn
             assert said[0] == said[1], (batch, channels, side, kernel, groups)
             compared += 1
     assert compared == 30
-
-
-@pytest.mark.parametrize("axes", [1, 2])
-def test_a_fused_rms_norm_keeps_one_factor_a_row(axes: int) -> None:
-    x, shape = torch.zeros(3, 4, 8, dtype=torch.bfloat16, device="meta"), [4, 8][2 - axes :]
-    with routed(target_for(H200)):
-        output, factor = torch.ops.aten._fused_rms_norm(x, shape, None, None)
-    assert (output.shape, output.dtype) == (x.shape, x.dtype)
-    assert (factor.numel(), factor.dim(), factor.dtype) == (12 if axes == 1 else 3, 3, torch.float32)

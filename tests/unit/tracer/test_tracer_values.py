@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import re
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,8 @@ from torch import nn
 from benchmark.observe import observe_step
 from elixir.errors import TraceError
 from elixir.models.step import default_input, default_step
-from elixir.tracer.ledger import Ledger
 from elixir.tracer.trace import trace_step
-from elixir.tracer.values.expert_choice import BalancedRouting
-from elixir.tracer.values.shadows import Shadows
-from elixir.tracer.values.unknown_number import UnknownNumber, unknown_number
+from elixir.tracer.values.unknown_number import UnknownNumber
 from tests.common.tiny_models import tiny
 from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
 
@@ -64,14 +58,6 @@ def runs(decide: Callable[[Any, torch.Tensor], Any], hardware: Any = CPU) -> int
     return sum(e.phase == "forward" and e.module == "layer" for e in trace.accesses)
 
 
-def aliased(m: Any, x: torch.Tensor) -> Any:
-    base = torch.zeros(6, dtype=torch.int64, device=x.device)
-    view = base[2:4].view(1, 2)
-    base.index_fill_(0, torch.tensor([2], device=x.device), 4)
-    view[0, 1] = 2
-    return base.sum() - view.min()
-
-
 def written(m: Any, x: torch.Tensor) -> Any:
     y = x.clone()
     y.masked_fill_(y == 0, -1)
@@ -82,52 +68,6 @@ def written(m: Any, x: torch.Tensor) -> Any:
     )
     y.add_(100)  # z does not follow y any more
     return (z == 9).sum() + (z == -1).sum()
-
-
-def computed_before_the_write(m: Any, x: torch.Tensor) -> Any:
-    y = x.clone()
-    largest = y.max()
-    y.zero_()
-    return largest - 5 + y.sum()
-
-
-DECISIONS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
-    "item of a token": (lambda m, x: x[0, 3].item(), 2),
-    "comparison": (lambda m, x: 3 if x.max() > 6 else 1, 3),
-    "any": (lambda m, x: 2 if (x == 1).any() else 0, 2),
-    "count of a mask": (lambda m, x: (x == 0).sum(), 2),
-    "nonzero": (lambda m, x: len(torch.nonzero(x == 3)), 2),
-    "picked by a mask": (lambda m, x: x[x > 4].numel(), 2),
-    "unique": (lambda m, x: len(torch.unique(x)) - 3, 3),
-    "equal": (lambda m, x: 1 if torch.equal(x, x.clone()) else 5, 1),
-    "tolist": (lambda m, x: x.tolist()[1][0], 3),
-    "listed index": (lambda m, x: 2 if 0 in x[:, [-1, 0]] else 0, 2),
-    "buffer": (lambda m, x: m.limit[1], 2),
-    "positions": (lambda m, x: torch.arange(x.shape[1], device=x.device).max(), 3),
-    "float constant": (lambda m, x: torch.ones(2, 2, device=x.device).sum(), 4),
-    "like something unknown": (lambda m, x: torch.ones_like(m.embed(x))[0, 0].sum() - 6, 2),
-    "real tensor made in the step": (lambda m, x: torch.tensor([1, 3]).sum() - 2, 2),
-    "numpy of a real tensor": (lambda m, x: torch.tensor([1, 3]).numpy().max(), 3),
-    "known values on the host": (lambda m, x: x.cpu().numpy().max() - 4, 3),
-    "aliasing views": (aliased, 4),
-    "in-place writes": (written, 3),
-    "read before a write": (computed_before_the_write, 2),
-    "cumulative sum": (lambda m, x: (x != 0).int().cumsum(1)[0, -1], 3),
-    "sort": (lambda m, x: x.flatten().sort().values[5], 3),
-}
-
-
-@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
-@pytest.mark.parametrize("name", DECISIONS)
-def test_control_flow_on_real_input_takes_the_real_way(name: str, hardware: Any) -> None:
-    decide, expected = DECISIONS[name]
-    model = branches(decide)
-    calls: list[Any] = []
-    handle = model.layer.register_forward_hook(lambda *_: calls.append(0))
-    model(TOKENS)
-    handle.remove()
-    assert len(calls) == expected, "the test's own expectation"
-    assert runs(decide, hardware) == expected
 
 
 class Reads(nn.Module):
@@ -142,17 +82,6 @@ class Reads(nn.Module):
         kept = x[(x == 0).sum(-1) != 8]
         self.rows.append(len(kept) + (1 if x.max() > 2.5 else 0))
         return self.layer(kept)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_values_of_floating_inputs_are_known(dtype: torch.dtype | None) -> None:
-    x = torch.arange(48.0).view(6, 8) / 16
-    x[2] = x[4] = 0
-    model = Reads()
-    seen = Seen()
-    cpu_trace(model, {"x": x}, lambda m, i: (m(i["x"]).sum().backward(), seen.append(m.rows[-1])), dtype=dtype)
-    assert list(seen) == [5]
-    assert model.rows == []
 
 
 class Routes(nn.Module):
@@ -197,35 +126,6 @@ def test_recorded_choices_give_the_real_peak(name: str) -> None:
     assert abs(predicted - observe_step(model, inp, step).peak_bytes) <= 64
 
 
-def test_a_second_choice_among_the_rest_is_another_expert() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Linear(8, 4)
-            self.both: list[tuple[int, int]] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = self.router(x)
-            first = scores.argmax(-1)
-            second = scores.masked_fill(nn.functional.one_hot(first, 4).bool(), float("-inf")).argmax(-1)
-            self.both += zip(first.tolist(), second.tolist(), strict=True)
-            return scores.sum()
-
-    model, chosen = Twice(), Seen()
-    for _ in range(2):
-        cpu_trace(model, {"x": torch.randn(8, 8)}, lambda m, i: (m(i["x"]).backward(), chosen.append(list(m.both))))
-    seen = [pair for both in chosen for pair in both]
-    assert len(seen) == 16
-    assert all(one != other for one, other in seen)
-    assert {one for one, _ in seen} == set(range(4))
-
-
-def test_a_choice_that_nothing_decides_by_is_no_assumption() -> None:
-    model = nn.Linear(8, 512)
-    trace = cpu_trace(model, {"x": torch.randn(4, 8)}, lambda m, i: m(i["x"]).topk(2)[0].sum().backward())
-    assert trace.assumptions == ()
-
-
 def test_known_numbers_are_formatted_as_they_are() -> None:
     texts = Seen()
 
@@ -268,51 +168,6 @@ def test_a_decision_on_what_follows_from_weights_names_the_line(name: str, hardw
     assert not isinstance(torch.zeros(1).item(), torch.SymFloat)
 
 
-def test_numbers_for_a_log_line_are_no_decision(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = Seen()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        total = 0.0
-        loss = model(inp["x"]).sum()
-        total += loss.item()
-        total = (total * 2 - 1) / 3
-        kept.append(f"{loss.item():.3f} {total:.2e} {loss:.4f} {loss.detach().cpu():.1f} {total!s}")
-        print(loss.item(), loss, f"{inp['x']} {torch.ones(2)}")
-        history = [loss.detach().cpu(), loss.detach()]
-        loss.backward()
-        assert history
-
-    before = {cls: dict(vars(cls)) for cls in (torch.SymFloat, torch.SymInt, torch.SymBool, torch.Tensor)}
-    for hardware in (CPU, H200):
-        trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
-    assert all("unknown" in text for text in kept)
-    for cls, names in before.items():
-        assert dict(vars(cls)) == names, cls
-    assert f"{torch.tensor(1.5):.2f}" == "1.50"
-
-
-GUARDS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "isfinite": lambda loss: torch.isfinite(loss),
-    "isnan": lambda loss: not torch.isnan(loss),
-    "equal to itself": lambda loss: loss == loss,
-    "item of any": lambda loss: not (loss.isnan().any() or loss.isinf().any()).item(),
-}
-
-
-@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
-@pytest.mark.parametrize("name", GUARDS)
-def test_a_guarded_loss_is_supposed_to_be_finite(name: str, hardware: Any) -> None:
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        loss = model(inp["x"]).sum()
-        if not GUARDS[name](loss):
-            return
-        loss.backward()
-
-    trace = trace_step(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step, hardware=hardware)
-    assert all(parameter.grad_access is not None for parameter in trace.parameters)
-    assert trace.assumptions == ("single numbers that the step checks for NaN and infinity are finite",)
-
-
 def test_which_of_many_numbers_are_finite_is_not_known() -> None:
     with pytest.raises(TraceError, match="decides by .* only, and the training loop may keep its checks"):
         cpu_trace(
@@ -329,24 +184,6 @@ def test_a_number_that_python_would_take_for_known_says_what_to_write(convert: C
 
     with pytest.raises(TraceError, match=r"Write loss\.item\(\) .* to record it, torch\.isfinite\(loss\) to check it"):
         cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, step)
-
-
-def test_values_that_nobody_has_asked_for_keep_nothing_alive() -> None:
-    ledger = Ledger(int)
-    shadows = Shadows(ledger)
-    known, made = (torch.empty(4, device="meta") for _ in range(2))
-    for tensor in (known, made):
-        ledger.add(tensor, "activations", "", None)
-    shadows.attach(known, torch.ones(4))
-    shadows.derive(torch.ops.aten.neg.default, (known,), {}, [known], [made])
-    gone = weakref.ref(shadows)
-    ledger.stop()
-    gc.disable()
-    try:
-        del shadows, ledger
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_classes_of_torch_are_as_before_when_a_step_raises() -> None:
@@ -395,59 +232,11 @@ def experts(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
     return model, default_input(model, batch=2, seq=32)
 
 
-def test_skewed_routing_changes_the_peak_and_says_so() -> None:
-    model, inp = experts()
-    traces = {
-        skew: trace_step(model, inp, default_step, hardware=H200, routing=BalancedRouting(skew))
-        for skew in (0.0, 0.5, 1.0)
-    }
-    assert traces[0.0].assumptions == ("balanced routing of tokens over 4 experts, 2 per token",)
-    assert "skewed by 0.5" in traces[0.5].assumptions[0]
-    assert all(p.grad_access is not None for p in traces[0.0].parameters)
-    peaks = [trace.activation_peak_bytes for trace in traces.values()]
-    assert len(set(peaks)) == 3
-    assert max(peaks) < 1.2 * min(peaks)
-    # Each expert runs once with all tokens shared out: the products cost the same however they are.
-    flops = [trace.flops for trace in traces.values()]
-    assert len(set(flops)) == 1
-
-
 def test_an_unknown_number_has_no_special_methods_of_others() -> None:
     """`copy`, `numpy` and torch ask an object for such before they treat it as one of theirs."""
     number = UnknownNumber(int, "n")
     assert not any(hasattr(number, name) for name in ("__array__", "__deepcopy__", "_sympy_"))
     assert str(copy.copy(number)) == "n"
-
-
-ARITHMETIC: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "rounded": (lambda number, _, __: round(number), "int"),
-    "rounded to digits": (lambda number, _, __: round(number, 2), "float"),
-    "counts": (lambda _, count, __: abs(-(1 - count) // 2 + count**2 % 3), "int"),
-    "the larger": (lambda _, count, __: torch.sym_max(count, 2), "int"),
-    "next to a float": (lambda _, count, __: count + 0.5, "float"),
-    "a float next to a count": (lambda number, _, __: number * 2 % 3, "float"),
-    "divided": (lambda _, count, __: count / 2, "float"),
-    "as a float": (lambda _, count, __: torch.sym_float(count), "float"),
-    "a flag": (lambda _, __, flag: flag, "bool"),
-    "to a float": (lambda number, _, __: float(number), "float(), int() or math wants a number"),
-    "down": (lambda number, _, __: math.trunc(number), "float(), int() or math wants a number"),
-    "a size": (lambda _, count, __: range(count), "the code decides by a number"),
-    "compared": (lambda number, _, __: number > 1, "the code decides by a number"),
-    "asked": (lambda _, __, flag: bool(flag), "the code decides by a number"),
-}
-
-
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_unknown_numbers_can_be_added_up_and_refuse_to_decide(name: str) -> None:
-    function, expected = ARITHMETIC[name]
-    dtypes = (torch.float32, torch.int64, torch.bool)
-    numbers = [unknown_number(torch.empty((), dtype=dtype, device="meta")) for dtype in dtypes]
-    if expected not in ("int", "float", "bool"):
-        with pytest.raises(TraceError, match=re.escape(expected)):
-            function(*numbers)
-        return
-    node = function(*numbers).node
-    assert [kind for kind in ("int", "float", "bool") if getattr(node, f"is_{kind}")()] == [expected]
 
 
 def rms_norm_decides(model: nn.Module, inp: dict[Any, Any]) -> None:
@@ -459,23 +248,6 @@ def rms_norm_decides(model: nn.Module, inp: dict[Any, Any]) -> None:
 def test_what_a_replaced_kernel_makes_is_not_known(hardware: Any) -> None:
     with pytest.raises(TraceError, match="the code decides by a number that follows from weights"):
         trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, rms_norm_decides, hardware=hardware)
-
-
-def fills_empty_tensors(model: nn.Module, inp: dict[Any, Any]) -> None:
-    device = inp["x"].device
-    ids, mask = torch.empty(4, dtype=torch.int64, device=device), torch.empty(4, dtype=torch.bool, device=device)
-    ids[:2], ids[2:] = 1, 3
-    mask[torch.arange(4, device=device)] = True
-    copied, summed = torch.empty_like(ids).copy_(ids).mul_(2), ids.new_empty(4)
-    torch.add(ids, copied, out=summed)
-    counts = [int(ids.sum()), int(mask.sum()), int(copied.max()), int(summed[0])]
-    assert counts == [8, 4, 6, 3]
-    model(inp["x"]).sum().backward()
-
-
-def test_what_a_step_writes_to_empty_tensors_is_known() -> None:
-    for hardware in (CPU, H200):
-        trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, fills_empty_tensors, hardware=hardware)
 
 
 @pytest.fixture
@@ -527,42 +299,3 @@ def test_nothing_is_decided_by_an_empty_tensor() -> None:
 
     with pytest.raises(TraceError, match="the code decides by a number"):
         trace_step(nn.Linear(4, 8), {"x": torch.randn(2, 4)}, step, hardware=CPU)
-
-
-def test_values_that_follow_by_a_thousand_operators_are_known() -> None:
-    """Each is worked out from the one before it: with no limit on their chain, Python's stack would end."""
-    seen = Seen()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        made, written = inp["ids"], inp["ids"].clone()
-        for _ in range(1000):
-            made = made + 1
-        seen.append(made[0].item())
-        for _ in range(1000):
-            written += 1
-        seen.append(written[0].item())
-        model(inp["x"]).sum().backward()
-
-    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4), "ids": torch.zeros(3, dtype=torch.int64)}, step)
-    assert list(seen) == [1000, 1000]
-
-
-def test_a_write_whose_outcome_nobody_asks_for_is_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of experts is sorted and inverted in each layer, and only the shape of it counts."""
-    worked_out = []
-    evaluate = Shadows._evaluate
-    monkeypatch.setattr(Shadows, "_evaluate", staticmethod(lambda *a: worked_out.append(a[0]) or evaluate(*a)))
-    seen = Seen()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        order = inp["ids"].argsort()
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(3, device=order.device)
-        before, kept = inverse[:1], inverse + 0
-        inverse[0] = 7
-        seen.append(list(worked_out))
-        seen.append((before.item(), kept.tolist(), inverse.tolist()))
-        model(inp["x"]).sum().backward()
-
-    cpu_trace(nn.Linear(4, 4), {"x": torch.ones(2, 4), "ids": torch.tensor([2, 0, 1])}, step)
-    assert list(seen) == [[], (7, [2, 0, 1], [7, 0, 1])]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import gc
 import random
 import types
 from collections.abc import Callable
@@ -16,11 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-import elixir
 from elixir.errors import TraceError
 from elixir.tracer import user_objects
-from elixir.tracer.user_objects import user_objects_restored
-from tests.common.tracing import CPU, H200, cpu_trace, sum_step
+from tests.common.tracing import CPU, H200, cpu_trace
 
 INP = {"x": torch.ones(2, 4)}
 
@@ -111,30 +107,6 @@ def test_what_a_step_changes_on_its_owner_is_as_before(steps: int, hardware: Any
     assert owner.read() != before
 
 
-def test_closures_defaults_and_attributes_of_functions_are_as_before() -> None:
-    losses: list[Any] = []
-    count = 0
-
-    def step(model: nn.Module, inp: dict[str, Any], kept: list[Any] = [3]) -> None:  # noqa: B006
-        nonlocal count
-        count += 1
-        losses.append(count)
-        kept.append(count)
-        step.calls += 1  # type: ignore[attr-defined]
-        sum_step(model, inp)
-
-    step.calls = 0  # type: ignore[attr-defined]
-
-    def logs(model: nn.Module, inp: dict[str, Any], into: list[Any]) -> None:
-        step(model, inp)
-        into.append(1)
-
-    given: list[Any] = []
-    cpu_trace(nn.Linear(4, 4), INP, functools.partial(logs, into=given))
-    assert (losses, count, given, step.__defaults__) == ([], 0, [], ([3],))
-    assert step.calls == 0  # type: ignore[attr-defined]
-
-
 class Counts(nn.Module):
     """Counts its forwards on itself and in a function that it holds, and makes parts, buffers and weights anew."""
 
@@ -166,22 +138,6 @@ def test_the_model_is_as_before(device: str) -> None:
     assert not model.layer._forward_hooks
 
 
-def test_a_step_that_wrap_traces_leaves_no_number_in_a_list() -> None:
-    losses: list[float] = []
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        loss = model(inp["x"]).sum()
-        loss.backward()
-        losses.append(loss.item())
-
-    model = nn.Linear(4, 4)
-    wrapped, _ = elixir.wrap(model, torch.optim.AdamW(model.parameters()), inp=INP, step_fn=step)
-    assert losses == []
-    step(wrapped, INP)
-    assert [type(loss) for loss in losses] == [float]
-    wrapped.close()
-
-
 def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,106 +153,9 @@ def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
     assert "torch.utils.data.Dataset" in caplog.text
 
 
-@pytest.mark.parametrize("make", [lambda: list(range(1000)), lambda: [[1] for _ in range(1000)], dict])
-def test_wide_data_next_to_a_list_do_not_keep_it_from_being_put_back(
-    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(user_objects, "MOST_ENTRIES", 400)
-    data, losses = make(), list[Any]()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        losses.append(len(data))
-        model(inp["x"]).sum().backward()
-
-    cpu_trace(nn.Linear(4, 4), INP, step)
-    assert losses == []
-
-
-class Proxy:
-    """Raises when it is asked for its class, as one outside of its context does."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("working outside of a context")
-
-
 class Late(types.ModuleType):
     """Loads its names when they are asked for."""
 
     def __getattr__(self, name: str) -> Any:
         vars(self)[name] = value = [name]
         return value
-
-
-def test_proxies_and_modules_that_load_late_are_left_alone() -> None:
-    proxy, late, losses = Proxy(), Late("late"), list[Any]()
-
-    def step(model: nn.Module, inp: dict[str, Any], given: Any = proxy) -> None:
-        losses.append(late.names)
-        model(inp["x"]).sum().backward()
-
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.note = lambda: (proxy, model)  # type: ignore[assignment]
-    cpu_trace(model, INP, step)
-    assert losses == []
-    assert vars(late)["names"] == ["names"]
-
-
-def test_data_sets_are_not_looked_into() -> None:
-    asked: list[str] = []
-
-    class Samples(torch.utils.data.Dataset[int]):
-        def __getattribute__(self, name: str) -> Any:
-            asked.append(name)
-            return super().__getattribute__(name)
-
-    samples = Samples()
-    cpu_trace(nn.Linear(4, 4), INP, lambda m, i: (samples, m(i["x"]).sum().backward()))
-    assert "__dict__" not in asked
-
-
-def test_copies_of_tensors_that_a_step_makes_and_writes_to_go_with_them() -> None:
-    def copies() -> int:
-        return sum(len(each) == 4 * 4097 for each in gc.get_objects() if type(each) is torch.UntypedStorage)
-
-    model = nn.Linear(4, 4)
-    with user_objects_restored(model) as found:
-        made = torch.zeros(4097)
-        found.before_write(made, None)
-        assert copies()
-        del made
-        assert not copies()
-
-
-def test_tensors_are_copied_beforehand_where_no_operator_is_seen() -> None:
-    model, kept = nn.Linear(2, 2), [torch.zeros(3)]
-
-    def step() -> None:
-        kept[0].add_(1)
-        kept.append(torch.ones(1))
-
-    with user_objects_restored(model, step, writes_unseen=True):
-        step()
-    assert [each.tolist() for each in kept] == [[0.0, 0.0, 0.0]]
-
-
-def test_copies_of_what_a_step_writes_to_are_gone_without_the_garbage_collector() -> None:
-    table = torch.zeros(4099)
-
-    def step(model: nn.Module, inp: Any) -> None:
-        table.add_(1)
-        sum_step(model, inp)
-
-    def copies() -> int:
-        found = [each for each in gc.get_objects() if isinstance(each, torch.UntypedStorage)]
-        return sum(len(each) == table.nbytes and each.data_ptr() != table.data_ptr() for each in found)
-
-    gc.collect()
-    gc.disable()
-    try:
-        before = copies()
-        cpu_trace(nn.Linear(4, 4), INP, step)
-        assert copies() == before
-    finally:
-        gc.enable()
-    assert not table.any()

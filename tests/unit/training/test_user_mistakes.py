@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -13,12 +11,10 @@ import torch
 from torch import nn
 
 import elixir
-from elixir.errors import ArtifactError, InputError, InputTypeError, PlanError
+from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common import inside
-from tests.common.parity import take_step
 
 BATCH = {"x": torch.ones(4, 32)}
 
@@ -110,13 +106,6 @@ def test_a_device_that_is_not_there(device: str, message: str, monkeypatch: pyte
         ElixirModule(plain, planned(plain), device=device)
 
 
-def test_a_compiled_model_runs_only_where_weights_stay() -> None:
-    plain = torch.compile(small(), backend="eager")
-    with pytest.raises(InputError, match="the model was given to torch.compile"):
-        ElixirModule(plain, planned(plain), device="cpu")  # type: ignore[arg-type]
-    ElixirModule(plain, planned(plain, "cuda"), device="cpu").close()  # type: ignore[arg-type]
-
-
 def test_a_compiled_part_runs_wherever_its_weights_are() -> None:
     for where in ("cpu", "cuda"):
         plain: nn.Module = small()
@@ -145,14 +134,6 @@ def test_without_a_gpu_wrap_plans_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert module.plan.hardware_name == "cpu"
 
 
-def test_small_sizes_do_not_vanish_from_a_plan_error() -> None:
-    assert "(needed 3.00 MiB, available 512 B, short by 3.00 MiB)" in str(
-        PlanError("", needed_bytes=3 * 2**20, available_bytes=512)
-    )
-    close = PlanError("", needed_bytes=2**30 + 1, available_bytes=2**30)
-    assert "(needed 1.01 GiB, available 1.00 GiB, short by 1 B)" in str(close)
-
-
 # ------------------------------------------------------------------------------------------------------------- training
 
 
@@ -167,35 +148,6 @@ def test_a_loss_that_is_a_number(model: ElixirModule) -> None:
         optimizer.backward(loss(model).item())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("home", ["cpu", "cuda"])
-def test_a_step_without_backward_is_told_once(home: str, caplog: pytest.LogCaptureFixture) -> None:
-    plain = small()
-    module = ElixirModule(plain, planned(plain, home), device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
-    with caplog.at_level(logging.WARNING):
-        optimizer.backward(loss(module))
-        optimizer.step()
-        assert "no gradients" not in caplog.text
-        optimizer.zero_grad()
-        optimizer.step()
-        optimizer.step()
-    assert caplog.text.count("step() found no gradients") == 1
-
-
-def test_a_scheduler_built_before_the_wrapping_does_not_complain() -> None:
-    plain = small()
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.5)
-    module = ElixirModule(plain, planned(plain), device="cpu")
-    optimizer = ElixirOptimizer(module, adamw)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.backward(loss(module))
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: ElixirModule) -> None:
     expected = small()
     weight = model.module[0].weight
@@ -205,41 +157,6 @@ def test_gathered_takes_a_module_or_one_parameter_and_nothing_foreign(model: Eli
     for foreign in (expected, ["0.weight"], [weight, expected[0].weight]):
         with pytest.raises(InputError, match="parameters of this model"), model.gathered(foreign):  # type: ignore[arg-type]
             pass
-
-
-def test_float16_gradients_that_were_not_scaled() -> None:
-    """The step would divide them by the scale nevertheless, and train as if by a learning rate near zero."""
-    plain = small()
-    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), initial_scale=8.0)
-    loss(module).backward()
-    with pytest.raises(InputError, match=r"by the loss scale, 8, .* call optimizer\.backward\(loss\)"):
-        optimizer.step()
-    optimizer.zero_grad()
-    take_step(optimizer, loss(module))
-    for zero_grad in (optimizer.zero_grad, module.zero_grad):
-        optimizer.backward(loss(module))
-        zero_grad()
-        loss(module).backward()
-        with pytest.raises(InputError, match="by the loss scale"):
-            optimizer.step()
-        module.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"initial_scale": 0.0}, "initial_scale must be finite and above 0, got 0.0"),
-        ({"initial_scale": float("nan")}, "initial_scale must be finite"),
-        ({"growth_interval": 0}, "growth_interval must be 1 step or more, got 0"),
-    ],
-)
-def test_a_loss_scale_that_is_none(options: dict[str, Any], message: str) -> None:
-    plain = small()
-    module = ElixirModule(plain, planned(plain, unified_dtype="float16"), device="cpu")
-    with pytest.raises(InputError, match=message):
-        ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
-    assert not inside.steppers(module)
 
 
 def test_a_forward_on_another_thread_is_refused_there_and_harms_nobody() -> None:
@@ -265,17 +182,3 @@ def test_a_forward_on_another_thread_is_refused_there_and_harms_nobody() -> None
     assert "another thread is in a forward" in str(errors[0])
     assert torch.equal(loss(module), expected)
     module.close()
-
-
-def test_a_model_that_is_scripted_as_a_whole_runs() -> None:
-    plain = small()
-    scripted = torch.jit.script(copy.deepcopy(plain))
-    module = ElixirModule(scripted, planned(plain), device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    optimizer.backward(loss(module))
-    optimizer.step()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    loss(plain).backward()
-    reference.step()
-    state = module.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())

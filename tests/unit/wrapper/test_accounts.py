@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.lanes import Emulation
 from elixir.search import optimal_search
-from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.account import step_report as step_clock
 from elixir.wrapper.account.step_report import StepReport
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, hf_loss, make_plan, report_of, square_loss, take_step
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, report_of, square_loss
 from tests.common.tiny_models import FAMILIES
 
 
@@ -45,16 +41,6 @@ def test_loads_are_those_predicted(family: str, checkpoint: str) -> None:
             assert counts.observed["device_to_host"] == plan.predicted.moved_bytes["device_to_host"]
 
 
-def test_gradients_that_stay_with_parameters_are_none_of_the_runtimes_buffers() -> None:
-    it = case("opt")
-    with Pair(it, make_plan(it, "resident")) as pair:
-        pair.train(2)
-        report = pair.module.last_report
-    assert report is not None
-    buffers, gradients = report.predicted["device_buffers"], pair.module.plan.predicted.device_parts["gradients"]
-    assert 0 <= buffers - report.observed["device_buffers"] < gradients
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
@@ -81,34 +67,6 @@ def test_bytes_stay_below_the_predicted_peak(share: float) -> None:
         assert not surprises(report)
 
 
-def test_a_step_far_beyond_its_range_is_remarked_upon_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = case("opt")
-    plan = make_plan(it, "streamed")
-    for slowest_s, remarks in ((1e-6, 1), (1e6, 0)):
-        ranged = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, range_s=(0.0, slowest_s)))
-        caplog.clear()
-        with Pair(it, ranged) as pair:
-            pair.train(1)
-            first = pair.module.last_report
-            assert [("a first step also makes states" in str(first)), "likely causes" in caplog.text] == [
-                bool(remarks),
-                False,
-            ]
-            pair.train(3)
-            assert ("likely causes: " in str(pair.module.last_report)) == bool(remarks)
-            assert pair.module.last_report is not None
-            of_preset = dataclasses.replace(pair.module.last_report, hardware_name="h200")  # that nobody measured here
-            assert ("likely causes: the rates of h200" in str(of_preset)) == bool(remarks)
-            monkeypatch.setattr(os, "getloadavg", lambda: (3000.0,) * 3)
-            busy = f"the machine is busy (load 3000 on {os.cpu_count()} cores)"
-            assert (busy in str(pair.module.last_report)) == bool(remarks)
-            monkeypatch.undo()
-        assert caplog.text.count("likely causes: ") == remarks
-        assert (f"the rates of {plan.hardware_name} are not this machine's" in caplog.text) == bool(remarks)
-
-
 def test_a_report_counts_the_token_ids_of_all_micro_batches() -> None:
     it, numbers = case("opt"), Case(nn.Linear(4, 4), {"input": torch.randn(2, 4)}, square_loss)
     with Pair(it, make_plan(it, "streamed"), max_norm=0.05) as pair:
@@ -124,37 +82,6 @@ def test_a_report_counts_the_token_ids_of_all_micro_batches() -> None:
         report = report_of(pair.module)
         assert report.tokens is report.tokens_per_s is None
         assert "grad_norm" not in report.to_dict()
-
-
-@pytest.fixture(scope="module")
-def plain_weights() -> dict[str, torch.Tensor]:
-    it = case("gpt2", "non-reentrant")
-    optimizer = torch.optim.AdamW(it.model.parameters(), lr=1e-3)
-    for _ in range(3):
-        hf_loss(it.model, it.inp).backward()
-        torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return it.model.state_dict()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 200))])
-def test_delays_change_nothing(seed: int, plain_weights: dict[str, torch.Tensor]) -> None:
-    it = case("gpt2", "non-reentrant")
-    plan = make_plan(
-        it, "mixed" if seed % 2 else "streamed", split_number=12, allocate_factor=(0.01, 0.4)[seed // 2 % 2]
-    )
-    delays = Emulation(delay_s=0.002, seed=seed)
-    module = ElixirModule(
-        it.model, plan, device="cpu", debug=Debug(poison=True, emulation=delays), prefetch=seed % 3 > 0
-    )
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3), max_norm=0.1)
-    for _ in range(3):
-        take_step(optimizer, hf_loss(module, it.inp))
-    mine = module.state_dict()
-    module.close()
-    assert all(torch.equal(mine[name], value) for name, value in plain_weights.items())
 
 
 class FakeTime:
@@ -202,35 +129,3 @@ def test_a_step_takes_no_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
             assert pair.module.last_report.step_s == 2 * (1.0 + 2.0) + 4.0
             fake.now += 100.0
             pair.optimizer.zero_grad()
-
-
-@gpu.on_the_cpu("steps are timed by the host's clock")
-def test_a_forward_that_fails_begins_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeTime(monkeypatch)
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        failing = pair.module.module.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pair.module(**it.inp)
-        failing.remove()
-        fake.now += 100.0
-        pair.train(1)
-        assert pair.module.last_report is not None
-        assert pair.module.last_report.step_s == 0.0
-
-
-def test_what_an_evaluation_moved_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
-    it = case("opt")
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        for _ in range(3):
-            with torch.no_grad():
-                for _ in range(3):
-                    hf_loss(pair.module, it.inp)
-            pair.module.state_dict()
-            pair.train(1)
-            report = report_of(pair.module)
-            assert report.observed["host_to_device"] == pair.plan.predicted.moved_bytes["host_to_device"]
-            assert report.observed["loads"] == pair.plan.predicted.loads
-            assert report.demand_loads == 0
-            assert not surprises(report)
-    assert gpu.DEVICE != "cpu" or "differs from its plan" not in caplog.text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,11 @@ import torch
 from torch import nn
 
 import elixir
-from elixir.cli import main
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.models.loading import build
 from elixir.models.model_shape import describe
-from elixir.models.model_tensors import fingerprint
 from elixir.models.step import default_step, input_to_trace
-from elixir.search.problem.coarse_trace import joined_trace
 from elixir.search.question import StepQuestion
 from elixir.tracer.trace import trace_step
 from tests.common.parity import assert_as_planned, take_step
@@ -57,30 +52,6 @@ def traced(model: nn.Module, device: str = "cpu") -> elixir.StepTrace:
     return trace_step(model, input_to_trace(model, batch=2, seq=32), default_step, hardware=preset(device))
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
-@pytest.mark.parametrize(("name", "form"), [("llama-3-8b", "nf4"), ("llama-3-8b", "nf4-double"), ("gpt2", None)])
-def test_the_step_is_that_of_the_libraries(name: str, form: str | None, checkpoint: str) -> None:
-    real = from_libraries(name, form, checkpoint)
-    named = build(shape_of(name), checkpoint=checkpoint, lora=4, quantised=form)
-    assert fingerprint(named) == fingerprint(real)
-    one, two = traced(named), traced(real)
-    for field in (
-        "param_bytes",
-        "buffer_bytes",
-        "grad_bytes",
-        "frozen_bytes",
-        "flops",
-        "parameters",
-        "checkpointed_modules",
-    ):
-        assert getattr(one, field) == getattr(two, field), field
-    uses = [(access.phase, access.parameters) for access in one.accesses]
-    assert uses == [(access.phase, access.parameters) for access in two.accesses]
-    for field in ("backward_peak_bytes", "activation_peak_bytes"):
-        assert getattr(one, field) == pytest.approx(getattr(two, field), rel=0.002), field
-
-
 def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
     model = from_libraries("llama-3-8b", "nf4", "none")
     named = build(shape_of("llama-3-8b"), lora=4, quantised="nf4")
@@ -109,19 +80,6 @@ def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:
         plain.zero_grad()
         assert torch.equal(loss, alone)
     assert_as_planned(module)
-
-
-def test_a_plan_needs_neither_library_and_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("peft", "bitsandbytes"):
-        monkeypatch.setitem(sys.modules, name, None)
-    plan, memory = tmp_path / "plan.json", ["--hardware", "rtx4090", "--host-budget", "16GiB"]
-    asked = ["gpt2", "--lora", "8", "--quantised", "nf4-double", *memory, "--no-levers", "--brief", "--out", str(plan)]
-    assert main(["plan", *asked]) == 0
-    made = elixir.Plan.load(plan)
-    assert (made.step.lora, made.step.quantised) == (8, "nf4-double")
-    again = StepQuestion.again(made).trace(preset("rtx4090"))  # as `elixir explain` does
-    again = joined_trace(again, made.step.fetched_whole)
-    assert (again.model_fingerprint, again.step) == (made.model_fingerprint, made.step)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -20,10 +20,9 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.assemble.origins import Origins
 from elixir.wrapper.step.shard import SteppedShards
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss, take_step
+from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, mixed, square_loss
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -80,34 +79,6 @@ def test_a_closed_model_is_an_ordinary_one(family: str, mode: str) -> None:
         with Pair(again, make_plan(again, other), plain=plain) as pair:
             pair.train(2)
         plain.to("cpu")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_low_precision_comes_back_as_its_masters_in_the_dtype_in_which_it_came(mode: str) -> None:
-    it = case("opt", layers=1)
-    plan = make_plan(it, mode, unified_dtype="bfloat16")
-    module = ElixirModule(it.model, plan, device=gpu.DEVICE, use_fused_kernels=mode == "streamed")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-    take_step(optimizer, it.loss(module, gpu.there(it.inp, module.device)))
-    state = module.state_dict()
-    model = module.release()
-    assert_plain(model)
-    for name, value in model.state_dict().items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, state[name])
-
-
-def test_a_model_from_meta_has_values_on_the_host() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-    it = Case(model, {"input": torch.randn(2, 4)}, square_loss)
-    module = ElixirModule(model, make_plan(it, "streamed", unified_dtype="bfloat16"), device=gpu.DEVICE)
-    state = module.state_dict()
-    module.close()
-    assert_plain(model)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert model[1].running_var.dtype is torch.float32
-    torch.testing.assert_close(model(it.inp["input"]).isfinite().all(), torch.tensor(True))
 
 
 def _bytes_in_tensors() -> int:
@@ -208,18 +179,6 @@ def test_a_backward_that_comes_too_late_says_so(mode: str) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-def test_it_is_for_outside_of_everything() -> None:
-    it = case("cnn")
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        with pair.module.gathered(), pytest.raises(InputError, match="gathered"):
-            pair.module.close()
-        handle = pair.module.module[0].register_forward_pre_hook(lambda *_: pair.module.close())
-        with pytest.raises(InputError, match="outside"):
-            pair.module(**pair.case.inp)
-        handle.remove()
-        pair.train(1)
-
-
 # --- modules that several models share -----------------------------------------------------------------------------
 
 gelu = nn.GELU()
@@ -285,22 +244,6 @@ def test_models_that_share_modules_without_weights(modes: tuple[str, str], order
         third.train(1)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_buffers_of_a_shared_module_are_as_before_once_no_model_needs_them_otherwise(first: int) -> None:
-    table = Rotary()
-    angles, modules, inputs = table.angles.clone(), list[ElixirModule](), gpu.there(torch.randn(4, 8))
-    for seed in range(2):
-        it = shared_case(table, seed)
-        plan = make_plan(it, "streamed", unified_dtype="bfloat16")
-        modules.append(ElixirModule(it.model, plan, device=gpu.DEVICE, dtype=torch.bfloat16))
-    expected = modules[1 - first](x=inputs)
-    assert expected.dtype == torch.bfloat16
-    modules[first].close()
-    assert torch.equal(modules[1 - first](x=inputs), expected)
-    modules[1 - first].close()
-    assert torch.equal(table.angles, angles)
-
-
 def test_a_module_with_weights_is_in_one_model() -> None:
     layer = nn.Linear(8, 8)
     for mode in MODES:
@@ -312,12 +255,3 @@ def test_a_module_with_weights_is_in_one_model() -> None:
             ElixirModule(models[1], plans[1], device=gpu.DEVICE)
         module.close()
         ElixirModule(models[1], plans[1], device=gpu.DEVICE).close()
-
-
-def test_weights_that_an_interrupted_close_has_not_given_back_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("gpt2")
-    module = ElixirModule(copy.deepcopy(it.model), make_plan(it, "streamed"))
-    monkeypatch.setattr(Origins, "give_back", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        module.close()
-    assert all(chunk.shard is not None for chunk in inside.chunks(module))

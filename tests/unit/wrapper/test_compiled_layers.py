@@ -22,11 +22,9 @@ from tests.common.parity import (
     COUNTED,
     MODES,
     Case,
-    Pair,
     assert_as_planned,
     case,
     mixed,
-    square_loss,
 )
 
 LISTS = {
@@ -136,15 +134,6 @@ class Sharing(nn.Module):
         return input
 
 
-def test_layers_that_share_a_weight_fetch_their_other_weights() -> None:
-    """Compiled code asks for no weight itself, and reads what is in memory, or none."""
-    it = Case(Sharing(), {"input": torch.randn(4, 8)}, square_loss)
-    plain = copy.deepcopy(it.model)
-    compiled(it.model, "eager")
-    with Pair(it, plan_of(it, "streamed"), plain=plain, device="cpu") as pair:
-        pair.train(2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -153,111 +142,12 @@ def test_same_bits_under_inductor(name: str, checkpoint: str, mode: str) -> None
     check(name, checkpoint, mode, backend="inductor")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_outside_of_the_graph_is_refused_or_has_the_same_bits() -> None:
-    """Some compilers break the graph of T5's layers before their checkpoint, which then runs again as eager code. Others
-    break it as well, and compile what the checkpoint runs."""
-    it = case("t5", "non-reentrant")
-    plain = compiled(copy.deepcopy(it.model))
-    compiled(it.model)
-    with Pair(it, plan_of(it, "streamed"), plain=plain, device="cpu") as pair:
-        refused = ""
-        try:
-            pair.train(2)
-        except InputError as error:
-            refused = str(error)
-        if refused:
-            assert "checkpoints activations outside of its graph" in refused
-        else:
-            pair.assert_same_weights()
-
-
-def test_layers_are_those_of_the_outermost_lists() -> None:
-    for name, where in LISTS.items():
-        model = case(name).model
-        names = list(repeated_layers(model).values())
-        layers = model.get_submodule(where)
-        assert [f"{where}.{number}" for number in range(len(layers))] == [n for n in names if n.startswith(f"{where}.")]
-        assert all("." not in n.removeprefix(f"{where}.") for n in names if n.startswith(f"{where}."))
-
-
-def test_a_wrap_that_fails_compiles_nothing() -> None:
-    it = case("llama")
-    with pytest.raises(elixir.PlanError):
-        elixir.wrap(
-            it.model, torch.optim.AdamW(it.model.parameters()), inp=it.inp, compile={"backend": "aot_eager"},
-            device_memory="8KiB", placement="cuda",
-        )  # fmt: skip
-    assert not compiled_units(it.model)
-    assert all(layer._compiled_call_impl is None for layer in repeated_layers(it.model))
-
-
-def test_a_layer_whose_code_breaks_and_raises_leaves_the_model_usable() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.fails = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            if self.fails:
-                raise ValueError("on purpose")
-            return self.second(x).relu()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    torch.manual_seed(0)
-    model = Model()
-    it = Case(compiled(model), {"x": torch.randn(4, 8)}, lambda m, inp: m(**inp).square().mean())
-    plain = compiled(copy.deepcopy(model))
-    with Pair(it, plan_of(it, "streamed", split_number=4), plain=plain) as pair:
-        pair.train(2)
-        model.layers[1].fails = True
-        with pytest.raises(ValueError, match="on purpose"):
-            pair.module(**it.inp)
-        assert all(isinstance(p, nn.Parameter) for p in pair.module.module.parameters())
-        model.layers[1].fails = False
-        pair.train(2)
-
-
-def test_the_plan_must_have_been_made_for_the_same_compiled_layers() -> None:
-    it = case("llama")
-    plain_plan = plan_of(it, "streamed")
-    compiled(it.model)
-    with pytest.raises(InputError, match=r"model.layers.0 is given to torch.compile, and not when the plan was made"):
-        ElixirModule(it.model, plain_plan, device="cpu")
-    compiled_plan = plan_of(it, "streamed")
-    for layer in it.model.model.layers:
-        layer._compiled_call_impl = None
-    with pytest.raises(InputError, match=r"model.layers.0 is not given to torch.compile, and was when"):
-        ElixirModule(it.model, compiled_plan, device="cpu")
-
-
 def test_the_whole_model_is_refused() -> None:
     it = case("llama")
     plan = plan_of(it, "streamed")
     it.model.compile(backend="aot_eager")
     with pytest.raises(InputError, match=r"the model was given to torch.compile.*compile its layers instead"):
         ElixirModule(it.model, plan, device="cpu")
-
-
-def test_layers_compiled_with_cuda_graphs_before_are_refused() -> None:
-    it = case("llama")
-    for layer in it.model.model.layers:
-        layer.compile(mode="reduce-overhead")
-    with pytest.raises(InputError, match="model.layers.0 is compiled with CUDA graphs"):
-        plan_of(it, "streamed")
-    assert plan_of(it, "resident").step.units
 
 
 @pytest.mark.parametrize(
@@ -278,39 +168,3 @@ def test_a_model_without_repeated_layers() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="Linear has none; call compile"):
         elixir.wrap(model, torch.optim.AdamW(model.parameters()), inp={"input": torch.randn(2, 4)}, compile=True)
-
-
-class Adapted(nn.Module):
-    """A linear layer to be quantised, and one that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.own = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.base.requires_grad_(False)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input + self.own(torch.tanh(self.base(input)))
-
-
-@pytest.mark.parametrize(("mode", "backend"), [("streamed", "aot_eager"), ("resident", "eager")])
-def test_quantised_weights_have_the_bits_of_plain_compiled_pytorch(mode: str, backend: str) -> None:
-    ao = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    model = nn.Sequential(Adapted(), Adapted())
-    ao.quantize_(model, ao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name.endswith("base"))
-    it = Case(model, {"input": torch.randn(3, 16)}, square_loss)
-    plain = compiled(copy.deepcopy(model), backend)
-    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    wanted = train(it, plain, torch.optim.AdamW(trained, lr=1e-2), steps=3)
-    expected = counted()
-    fresh()
-    compiled(model, backend)
-    module = ElixirModule(model, plan_of(it, mode, split_number=2), device="cpu", debug=Debug(poison=True))
-    mine = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    found = train(it, module, ElixirOptimizer(module, torch.optim.AdamW(mine, lr=1e-2)), steps=3)
-    assert found == wanted
-    assert counted() == expected
-    assert_as_planned(module, ())
-    module.close()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert not one.requires_grad or torch.equal(one, other)

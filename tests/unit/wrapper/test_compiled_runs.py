@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,11 @@ from elixir.check import refusals
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
 from elixir.plan.plan import Plan
-from elixir.search.replan import Correction
-from elixir.wrapper import ElixirModule, ElixirOptimizer
+from elixir.wrapper import ElixirModule
 from elixir.wrapper.run_options import Debug
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, adamw, assert_as_planned, case, mixed
-from tests.common.twins import step_alike
-from tests.unit.wrapper import test_units_as_one
-from tests.unit.wrapper.test_compiled_layers import compiled, counted, fresh, plan_of, train
+from tests.common.parity import MODES, Case, Pair, adamw, case
+from tests.unit.wrapper.test_compiled_layers import compiled, fresh, plan_of
 
 POISON = Debug(poison=True)
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -50,41 +45,6 @@ def replaced(model: nn.Module) -> nn.Module:
     for number in range(len(layers)):
         layers[number] = torch.compile(layers[number], backend="aot_eager")
     return model
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_compiled_after_wrapping_become_units(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    it = case("llama", "non-reentrant")
-    plan = roomy(it, mode)
-    with Pair(it, plan, debug=POISON) as pair:
-        pair.train(2)
-        compiled(pair.plain)
-        compiled(it.model)
-        losses = pair.train(2)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        assert not torch._dynamo.utils.counters["graph_break"]
-        # The accesses of a layer follow one another, and it takes them as one.
-        assert_as_planned(pair.module, ("loads",) if mode == "streamed" else ())
-        assert ("compiled after the plan was made" in caplog.text) == (mode != "resident")
-        pair.module.rehome(mixed(plan) if mode == "streamed" else plan)
-        compiled(it.model, "eager")  # anew, over the unit
-        losses += pair.train(2)
-    assert losses == sorted(losses, reverse=True)
-    assert all(layer._compiled_call_impl is not None for layer in it.model.model.layers)
-
-
-def test_a_layer_compiled_after_wrapping_that_finds_no_room_is_refused() -> None:
-    it = case("llama")
-    plan = test_units_as_one.plan_of(it, piecewise=True, split_number=8, allocate_factor=0.01)
-    with Pair(it, plan, debug=POISON) as pair:
-        pair.train(1)
-        compiled(it.model)
-        with pytest.raises(InputError, match=r"all its weights are 5 chunks, and the plan has 2 blocks"):
-            pair.module(**it.inp)
-        for layer in it.model.model.layers:
-            layer._compiled_call_impl = None
-        pair.train(1)
 
 
 @pytest.mark.parametrize("whole", ["model", "wrapper", "function"])
@@ -159,53 +119,6 @@ def test_a_replaced_module_with_hooks_is_refused() -> None:
     with pytest.raises(InputError, match=r"model.layers.1 is a torch.compile\(module\) with hooks on it"):
         plan_of(it, "streamed")
     assert type(it.model.model.layers[0]).__name__ == "OptimizedModule"
-
-
-def test_replaced_modules_of_torch_are_compiled_as_they_were() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    it = Case(model, {"input": torch.randn(4, 8)}, lambda m, inp: m(**inp).square().mean())
-    plain = copy.deepcopy(model)
-    for each in (model, plain):
-        for number in range(3):
-            each[number] = torch.compile(each[number], backend="aot_eager")
-    plan = plan_of(it, "streamed", split_number=3)
-    expected = train(it, plain, adamw(plain))
-    graphs = counted()
-    assert graphs[0] > 0
-    fresh()
-    module = ElixirModule(model, plan, device="cpu", debug=POISON)
-    assert train(it, module, ElixirOptimizer(module, adamw(module))) == expected
-    assert counted() == graphs
-
-
-@pytest.mark.slow
-def test_a_second_plan_from_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("llama", "non-reentrant")
-    plain = gpu.there(compiled(copy.deepcopy(it.model)))
-    plain_optimizer = adamw(plain)
-    second = Correction(None, "")
-    monkeypatch.setattr(import_module("elixir.api"), "correct", lambda *_: second)
-    model, optimizer = elixir.wrap(
-        it.model, adamw(it.model), inp=it.inp, compile={"backend": "aot_eager"}, host_budget="1GiB",
-        device_memory=gpu.with_cublas("1.3MiB", biased=False), assume="nominal",
-    )  # fmt: skip
-    step_alike(plain_optimizer, model, dict(plain.named_parameters()))
-    before = model.plan
-    on_device = (replace(chunk, weight_home="device", state_home="device") for chunk in before.chunks)
-    second = Correction(replace(before, chunks=tuple(on_device)), "as the test says")
-    for _ in range(8):
-        mine, theirs = it.loss(model, it.inp), it.loss(plain, gpu.there(it.inp))
-        assert torch.equal(mine, theirs)
-        optimizer.backward(mine)
-        theirs.backward()
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-    assert model.plan != before
-    assert model.plan.step.compiled == LAYERS == tuple(compiled_units(it.model).values())
-    state = model.state_dict()
-    assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in plain.state_dict().items())
 
 
 def test_a_strict_wrap_checks_the_step_uncompiled_and_compiles() -> None:

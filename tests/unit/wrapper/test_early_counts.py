@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.errors import StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
-from tests.common import gpu, inside
+from tests.common import gpu
 from tests.common.early import HOMES, chain, updating_early
 from tests.common.parity import Case
 
@@ -76,25 +75,6 @@ def test_clipped_steps_keep_none_and_later_ones_make_none(homes: str) -> None:
     for _ in range(3):
         run.step(ALWAYS)
     assert "no chunk is updated early any more" in str(run.module.last_report)
-
-
-def test_a_step_left_out_after_an_overflow_keeps_none() -> None:
-    run = Run(unified_dtype="float16", scale=2.0**40)
-    before = [weight.clone() for weight in run.module.state_dict().values()]
-    assert run.step() == DISCARDED
-    assert all(torch.equal(*pair) for pair in zip(before, run.module.state_dict().values(), strict=True))
-    assert run.so_far == DISCARDED
-
-
-def test_a_step_that_fails_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    run.step()
-    run.optimizers[0].backward(run.case.loss(run.module, run.case.inp))
-    with monkeypatch.context() as failing:
-        failing.setattr(inside.window(run.module), "flush", lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
-        with pytest.raises((StepError, RuntimeError)):
-            run.optimizers[0].step()
-    assert run.so_far == ALL
 
 
 def test_several_optimizers_plan_and_make_none() -> None:

@@ -3,7 +3,6 @@ said to be lost (`tests.common.failing` says what is left)."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from tests.common.failing import (
     closing,
     computing,
     net,
-    open_files,
     plan_of,
     rehoming,
     rehoming_for_good,
@@ -110,10 +108,3 @@ def test_an_edited_plan_is_refused_in_words(edit: str) -> None:
         ElixirModule(model, edited, device="cpu")
     assert same(model.state_dict(), before)
     model(**BATCH)
-
-
-def test_the_open_files_of_a_folder_are_found(tmp_path: Path) -> None:
-    handle = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
-    assert open_files(tmp_path) == [str(tmp_path / "file")]
-    os.close(handle)
-    assert open_files(tmp_path) == []

@@ -87,18 +87,6 @@ def test_a_step_that_failed_ends_training_and_weights_are_there(late: bool) -> N
             pair.optimizer.step()
 
 
-def test_weights_come_first_and_the_error_with_the_next_forward() -> None:
-    with make_pair(alike=False) as pair:
-        before = fail_a_step(pair)
-        state = pair.module.state_dict()
-        assert same_weights(state, before)
-        with pair.module.gathered():
-            pass
-        assert pair.module.module.state_dict().keys() == before.keys()
-        with pytest.raises(StepError, match=NAMED):
-            pair.module(**pair.case.inp)
-
-
 def test_a_step_tells_too_and_so_does_settle() -> None:
     for tell in ("step", "settle", "rehome"):
         with make_pair(alike=False) as pair:
@@ -121,48 +109,3 @@ def test_a_model_is_given_back_after_a_failure(caplog: pytest.LogCaptureFixture)
         assert "given back after an error" in caplog.text
         assert same_weights(model.state_dict(), before)
         pair.case.loss(model, gpu.there(pair.case.inp, "cpu")).backward()
-
-
-@pytest.mark.parametrize("fatal", [0, 1, 3, 8])
-@pytest.mark.parametrize("lane", ["fetch", "offload", "host_adam", "refresh"])
-def test_any_lane_may_fail(lane: str, fatal: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane fails at one of its submissions; the weights are those of before the step, or after it."""
-    with make_pair("mixed") as pair:
-        pair.train(1)
-        worker = inside.lane(pair.module, lane)
-        submit, count = worker.submit, 0
-
-        def broken(work: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count - 1 != fatal:
-                return submit(work, **options)
-
-            def fail() -> None:
-                raise ValueError("no memory for it")
-
-            return submit(fail, **options)
-
-        monkeypatch.setattr(worker, "submit", broken)
-        error: Exception | None = None
-        for _ in range(2):
-            try:
-                pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
-                pair.optimizer.step()
-                pair.module.settle()
-            except Exception as raised:
-                error = raised
-                break
-        monkeypatch.setattr(worker, "submit", submit)
-        state = pair.module.state_dict()
-        assert all(value.isfinite().all() for value in state.values())
-        if count > fatal:
-            assert "no memory for it" in str(error)
-            for call in (pair.module.settle, pair.optimizer.step, lambda: pair.module(**pair.case.inp)):
-                with pytest.raises(StepError, match=r"training has ended.*no memory for it"):
-                    call()
-        pair.plain.load_state_dict(state)
-        model = pair.module.release()
-        assert model is pair.case.model
-        inp = gpu.there(pair.case.inp, "cpu")
-        assert torch.equal(pair.case.loss(model, inp), pair.case.loss(pair.plain.cpu(), inp))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ import pytest
 import torch
 
 from elixir.checkpoint import save_checkpoint
-from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.errors import CheckpointError, DiskError, StepError
 from elixir.wrapper.run_options import Debug
 from elixir.wrapper.step.shard import SteppedShard
 from tests.common import gpu, inside
-from tests.common.early import all_early, attempts, backward_watched, chain, early_fails
+from tests.common.early import all_early, attempts
 from tests.common.failing import fails_at
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.on_disk import on_disk
-from tests.common.parity import Pair, case, make_plan, rehomed
+from tests.common.parity import case, make_plan, rehomed
 from tests.common.resuming import Run, two_groups
 
 
@@ -111,53 +109,6 @@ def test_new_states_that_nothing_made_are_not_kept(monkeypatch: pytest.MonkeyPat
     assert neither(found, stepped) != []
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_new_states_that_fail_after_they_were_kept(dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("gpt2")
-    plan = all_early(make_plan(it, "streamed", unified_dtype=dtype))
-    before, stepped = after(plan, 3, 4)
-    held = threading.Event()
-    with Run(it, plan, two_groups()) as run:
-        run.train(3)
-        run.module.settle()
-        early_fails(monkeypatch, RuntimeError("once"), at=2, times=1)
-        inside.lane(run.module, "host_adam").submit(held.wait)
-        try:
-            run.optimizer.backward(run.case.loss(run.module, run.case.inp))
-            run.optimizer.step()
-            report = run.module.last_report
-        finally:
-            held.set()
-        assert report is not None
-        assert report.early.kept == len(plan.chunks)
-        with pytest.raises(StepError, match="once"):
-            run.module.settle()
-        found = run.bits()
-    assert neither(found, before, stepped) == []
-    assert neither(found, stepped) != []
-
-
-def test_a_step_that_fails_leaves_those_of_other_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks take turns with the memory through which new weights go to the device."""
-    it = case("gpt2")
-    plan = rehomed(make_plan(it, "streamed", unified_dtype="bfloat16"), "states")
-    assert all(chunk.returns_rounded for chunk in plan.chunks)
-    before, stepped = after(plan, 2, 3)
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        run.module.settle()
-        failing = Failing(SteppedShard.step, RuntimeError("once"))
-        monkeypatch.setattr(SteppedShard, "step", failing)
-        run.step()
-        with pytest.raises(StepError, match="once"):
-            run.module.settle()
-        found = run.bits()
-    chunk_of = {slot.name: index for index, chunk in enumerate(plan.chunks) for slot in chunk.parameters}
-    assert neither(found, before, stepped) == []
-    not_stepped = {name.removeprefix("model.") for name in neither(found, stepped)} & chunk_of.keys()
-    assert len({chunk_of[name] for name in not_stepped}) == 1
-
-
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_step_that_failed_is_not_saved(looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with failed_step(monkeypatch) as run:
@@ -196,27 +147,6 @@ def test_states_that_a_disk_has_lost_are_not_saved(settles: bool, tmp_path: Path
         save_checkpoint(tmp_path / "weights", {"model": run.module}, files=UnsyncedFiles(), wait=True)
 
 
-def test_the_index_names_the_plan_of_the_moment_of_the_save(tmp_path: Path) -> None:
-    it = case("gpt2")
-    plan = make_plan(it, "streamed")
-    moved = threading.Event()
-
-    class LateFiles(UnsyncedFiles):
-        def call(self, operation: str, *args: Any) -> Any:
-            if operation == "sync":  # of a file into which all is written
-                assert moved.wait(60)
-            return super().call(operation, *args)
-
-    with Run(it, plan, two_groups()) as run:
-        run.train(2)
-        saving = save_checkpoint(tmp_path / "run", run.state(), files=LateFiles())
-        run.module.rehome(rehomed(plan, "states"))
-        moved.set()
-        saving.wait()
-    with open_checkpoint(tmp_path / "run") as saved:
-        assert saved.index.plan_fingerprint == plan.fingerprint
-
-
 def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with failed_step(monkeypatch) as run:
 
@@ -229,47 +159,3 @@ def test_a_step_that_failed_is_told_though_a_forward_raises_something_else(monke
         hook.remove()
         with pytest.raises(StepError, match="once"):
             run.module.settle()
-
-
-@LATER
-@pytest.mark.parametrize("tells", ["step", "forward", "settle", "clip", "save"])
-def test_a_gradient_that_did_not_come_home_is_told_though_backward_raises_something_else(
-    tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = chain()
-    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
-        pair.train(1)
-        fails_at(inside.lane(pair.module, "offload"), 3, monkeypatch)
-
-        def refuse(_: object) -> None:
-            raise ValueError("bad batch")
-
-        with pytest.raises(ValueError, match="bad batch"):
-            backward_watched(pair, refuse)
-        monkeypatch.undo()
-        if tells == "save":
-            pair.module.zero_grad()
-        with pytest.raises((StepError, CheckpointError), match="no memory on the way"):
-            {
-                "step": pair.optimizer.step,
-                "forward": lambda: pair.module(**it.inp),
-                "settle": pair.module.settle,
-                "clip": lambda: pair.optimizer.clip_grad_norm_(1.0),
-                "save": lambda: save_checkpoint(
-                    tmp_path / "run", {"model": pair.module, "optimizer": pair.optimizer}, files=UnsyncedFiles()
-                ),
-            }[tells]()
-
-
-def test_an_error_of_a_lane_that_backward_has_raised_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = chain()
-    with Pair(it, make_plan(it, "streamed", split_number=4)) as pair:
-        pair.train(1)
-        loss = it.loss(pair.module, it.inp)
-        fails_at(inside.lane(pair.module, "fetch"), 1, monkeypatch)
-        with pytest.raises(MemoryError, match="no memory on the way"):
-            pair.optimizer.backward(loss)
-        monkeypatch.undo()
-        pair.optimizer.zero_grad()
-        with pytest.raises(StepError, match=r"training has ended.*no memory on the way"):
-            pair.module(**it.inp)

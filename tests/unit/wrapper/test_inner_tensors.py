@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from torch import nn
 
 import elixir
 from elixir.checkpoint import load_checkpoint, save_checkpoint
-from elixir.errors import ArtifactError, InputError
-from elixir.hardware import promises
+from elixir.errors import InputError
 from elixir.hardware.profile import preset
-from elixir.models.quantised import unwrap_subclasses
 from elixir.torch_private import tree_map
 from elixir.tracer.trace import trace_step
 from tests.common import gpu
@@ -120,22 +117,6 @@ def test_steps_have_the_bits_of_plain_pytorch(mode: str, tied: bool) -> None:
         assert_as_planned(pair.module, ("loads",))
 
 
-def test_the_tensors_inside_are_planned() -> None:
-    it = scaled_case()
-    weights = (it.model[0].weight, it.model[2].weight)
-    trace = trace_step(it.model, it.inp, step, hardware=preset("cpu"))
-    inner = {info.name: info for info in trace.parameters if info.name.startswith("0.weight")}
-    assert list(inner) == NAMES
-    assert [info.dtype for info in inner.values()] == ["int8", "float32", "float32"]
-    held = sum(each.nbytes for weight in weights for each in (weight.numbers, weight.inner.scale, weight.inner.shift))
-    ordinary = sum(each.nbytes for each in it.model.parameters() if not isinstance(each, ScaledTensor))
-    assert trace.param_bytes == held + ordinary
-    assert (it.model[0].weight, it.model[2].weight) == weights, "a trace leaves the model as it was"
-    assert type(weights[0].numbers) is torch.Tensor
-    assert type(it.model[0]) is nn.Linear
-    assert list(dict(it.model.named_parameters())) == [f"{n}.{own}" for n in (0, 2, 4) for own in ("weight", "bias")]
-
-
 def test_state_dicts_have_the_whole(tmp_path: Any) -> None:
     it, other = scaled_case(), scaled_case()
     expected = {name: value.clone() for name, value in it.model.state_dict().items()}
@@ -180,28 +161,6 @@ def test_weights_may_be_given(tmp_path: Any) -> None:
     assert torch.equal(_plain(module.state_dict()["0.weight"]), _plain(expected["0.weight"]))
 
 
-def test_a_cast_leaves_the_tensors_inside() -> None:
-    it = scaled_case()
-    module = elixir.ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), dtype=torch.bfloat16)
-    dtypes = {slot.name: chunk.dtype for chunk in module.plan.chunks for slot in chunk.parameters}
-    assert {name: dtypes[name] for name in NAMES} == dict(zip(NAMES, ("int8", "float32", "float32"), strict=True))
-    assert dtypes["4.weight"] == "bfloat16"
-
-
-def test_a_plan_for_another_class_is_refused() -> None:
-    it, other = scaled_case(), scaled_case()
-
-    class AnotherTensor(ScaledTensor):
-        pass
-
-    own = other.model[0].weight
-    made = AnotherTensor(own.numbers, own.inner)
-    other.model[0].weight = nn.Parameter(made, requires_grad=False)
-    with pytest.raises(ArtifactError):
-        elixir.ElixirModule(other.model, make_plan(it, "streamed"))
-    assert type(other.model[0].weight) is AnotherTensor
-
-
 def test_a_failed_wrapping_puts_them_together() -> None:
     it, other = scaled_case(), scaled_case()
     weight = it.model[0].weight
@@ -209,19 +168,6 @@ def test_a_failed_wrapping_puts_them_together() -> None:
         elixir.ElixirModule(it.model, make_plan(other, "streamed"), weights={"no": torch.zeros(1)})
     assert it.model[0].weight is weight
     assert torch.equal(_plain(weight), _plain(other.model[0].weight))
-
-
-def test_one_whose_wrapping_failed_late_cannot_be_wrapped_or_read() -> None:
-    it = scaled_case()
-    plan, linear = make_plan(it, "streamed"), it.model[0]
-    with mock.patch.object(promises, "enter", side_effect=MemoryError()), pytest.raises(MemoryError):
-        elixir.ElixirModule(it.model, plan, device=gpu.DEVICE)
-    assert type(linear.weight) is ScaledTensor
-    for each in (it.model, nn.Sequential(linear)):
-        with pytest.raises(InputError, match="build the model again"):
-            elixir.ElixirModule(each, plan, device=gpu.DEVICE)
-    with pytest.raises((InputError, RuntimeError)):  # PyTorch's, below the operators of this class
-        step(it.model, it.inp)
 
 
 def test_one_that_trains_is_refused_by_name() -> None:
@@ -237,13 +183,6 @@ def test_writing_to_one_is_refused() -> None:
     with pytest.raises(InputError, match="zero_ writes to a ScaledTensor"):
         it.model[0].weight.zero_()
     module.close()
-
-
-def test_a_model_without_them_is_left_alone() -> None:
-    model = nn.Linear(2, 2)
-    end = unwrap_subclasses(model)
-    assert list(model._modules) == []
-    end()
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -276,26 +215,6 @@ def test_files_of_torchao_may_be_given(dtype: torch.dtype, tmp_path: Any) -> Non
     module.close()  # what it has read is in the model again
     assert torch.allclose(output.cpu(), it.model(**it.inp), atol=0 if gpu.has_cpu_kernels() else 1e-6)
     assert torch.equal(other.model(**it.inp), it.model(**it.inp))
-
-
-def test_the_optimizer_may_have_all_parameters(tmp_path: Any) -> None:
-    it, other = scaled_case(), scaled_case()
-    plan = make_plan(it, "streamed")
-
-    def all_of(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters())
-
-    with Pair(it, plan, optimizer=all_of, after=False) as one, Pair(other, plan, optimizer=all_of, after=False) as two:
-        one.train(2)
-        one.assert_same_weights()
-        assert one.optimizer.state_dict()["state"].keys() == one.plain_optimizer.state_dict()["state"].keys()
-        save_checkpoint(tmp_path / "saved", {"model": one.module, "optimizer": one.optimizer}, wait=True)
-        load_checkpoint(tmp_path / "saved", {"model": two.module, "optimizer": two.optimizer})
-        two.optimizer.load_state_dict(one.plain_optimizer.state_dict())
-        trained = {name: each for name, each in one.plain.state_dict().items() if not isinstance(each, ScaledTensor)}
-        two.plain.load_state_dict(trained, strict=False)
-        two.plain_optimizer.load_state_dict(one.plain_optimizer.state_dict())
-        two.train(2)
 
 
 def test_wrap_may_check_first_what_a_smaller_machine_refuses() -> None:

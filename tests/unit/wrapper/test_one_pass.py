@@ -4,7 +4,6 @@ those that wait."""
 from __future__ import annotations
 
 import gc
-import itertools
 import signal
 import threading
 import weakref
@@ -20,13 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir
-from elixir import api
 from elixir.access import activations as swapping
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.search.problem import activation_trace
-from elixir.search.replan import Correction, Observation
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
@@ -38,9 +35,7 @@ from tests.common.one_pass import (
     in_passes,
     plainly,
     plan_for,
-    square_loss,
     stepping,
-    vectors,
 )
 from tests.common.tiny_models import tiny
 
@@ -83,43 +78,10 @@ def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
     assert seen[1] == seen[2] == seen[6]
 
 
-@pytest.mark.slow
-def test_without_seeds_micro_batches_draw_different_numbers_and_a_seed_repeats_them() -> None:
-    make, steps = family("gpt2", dropout=0.5), [[batches("gpt2", 1)[0][0]] * 3]
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        runs.append(in_passes(make, steps))
-    assert runs[0].same_as(runs[1])
-    assert len({float(loss) for loss in runs[0].losses}) == 3
-
-
 def _stack() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Stack([nn.Linear(8, 8) for _ in range(2)]).train()
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_the_random_numbers_of_the_process_go_on_only_if_a_micro_batch_has_drawn(*, draws: bool) -> None:
-    steps, stayed, drawn = vectors(2), [], []
-    make = _stack
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        if draws:
-            drawn.append(float(torch.rand(())))
-        return square_loss(model, batch)
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        before = torch.get_rng_state()
-        yield
-        stayed.append(torch.equal(before, torch.get_rng_state()))
-
-    in_passes(make, steps, plan, loss, around=watched)
-    assert stayed == [not draws] * len(steps)
-    assert len({*drawn}) == len(drawn) == draws * sum(map(len, steps))
 
 
 def test_updates_states_early() -> None:
@@ -133,20 +95,6 @@ def test_updates_states_early() -> None:
 def _early(plan: Plan) -> Plan:
     chunks = tuple(replace(chunk, update="early") if chunk.grad_entry is not None else chunk for chunk in plan.chunks)
     return replace(plan, chunks=chunks, may_update_early=True)
-
-
-@pytest.mark.slow
-def test_several_passes_a_step_sum_their_gradients() -> None:
-    """Every second chunk is on the device, and its gradients stay with the parameters."""
-    make, steps = family("llama"), batches("llama", 5)
-    plan = plan_for(make(), steps[0][0], accumulation=4, pass_size=2)
-    there = [replace(chunk, resident=True, weight_home="device", state_home="device") for chunk in plan.chunks[::2]]
-    pairs = itertools.zip_longest(there, plan.chunks[1::2])
-    plan = replace(plan, chunks=tuple(chunk for pair in pairs for chunk in pair if chunk is not None))
-    found, expected = in_passes(make, steps, plan), plainly(make, steps)
-    assert all(torch.equal(one, two) for one, two in zip(found.losses[:5], expected.losses[:5], strict=True))
-    for name, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -220,48 +168,12 @@ def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next
         phases.clear()
 
 
-@pytest.mark.slow
-def test_an_evaluation_and_a_loop_run_under_the_same_plan() -> None:
-    make, steps = family("llama"), batches("llama", 3)
-    plan = plan_for(make(), steps[0][0], accumulation=3)
-    module = ElixirModule(make(), plan, device="cpu")
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
-    for step in steps:
-        for batch in step:
-            optimizer.backward(hf_loss(module, batch) / 3)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            module(**step[0])
-    weights = module.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in plainly(make, steps).weights.items())
-
-
 def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
     make, steps = family("llama"), batches("llama", 3)
     plan = plan_for(make(), steps[0][0], accumulation=3, pass_size=1)
     assert in_passes(make, steps, plan).same_as(plainly(make, steps))
     with pytest.raises(InputError, match="must divide accumulation"):
         plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("on_host", [False, True])
-def test_layers_that_a_plan_runs_again_run_twice(monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
-    monkeypatch.setattr(swapping, "SMALLEST_BYTES", 256)
-    calls = [0]
-
-    def make() -> nn.Module:
-        model = tiny("gpt2", layers=3).train()
-        model.transformer.h[1].mlp.register_forward_hook(lambda *given: calls.__setitem__(0, calls[0] + 1))
-        return model
-
-    steps = batches("gpt2", 3)
-    plan = plan_for(make(), steps[0][0], accumulation=3, again=True, on_host=on_host)
-    calls[0] = 0
-    found = in_passes(make, steps, plan)
-    assert calls[0] == 2 * 2 * 3
-    assert found.same_as(plainly(make, steps))
 
 
 @pytest.mark.sampled
@@ -299,71 +211,6 @@ def test_a_search_moves_inputs_as_they_are_and_makes_layers_run_again(
         assert report.observed[way] == report.predicted[way]
     if plan.passes == 1:
         assert found.same_as(plainly(make, steps, max_norm=0.5))
-
-
-def test_a_second_plan_comes_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int | None] = []
-
-    def correction(trace: Any, hardware: Any, plan: Plan, observations: list[Observation], *rest: Any) -> Correction:
-        seen.extend(each.batches for each in observations)
-        return Correction(plan, "asked for")
-
-    monkeypatch.setattr(api, "correct", correction)
-    monkeypatch.setattr(api, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(api, "MEASURED_STEPS", 1)
-    make, steps = family("llama"), batches("llama", 4, steps=3)
-    model = make()
-    module, optimizer = elixir.wrap(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        inp=steps[0][0],
-        step_fn=lambda model, batch: hf_loss(model, batch).backward(),
-        hardware="cpu",
-        device_memory="1.8MiB",
-        host_budget="1GiB",
-        accumulation=4,
-        pass_size=2,
-        assume="nominal",
-    )
-    assert any(chunk.resident and chunk.trainable and chunk.state_home == "host" for chunk in module.plan.chunks)
-    losses = []
-    for step in steps:
-        losses += optimizer.accumulate(stepping(optimizer, hf_loss, 4), step)
-        optimizer.step()
-        if not seen:
-            report = module.last_report
-            assert report.observed["device_to_host"] == report.predicted["device_to_host"]
-        optimizer.zero_grad()
-    assert seen == [2]
-    expected = plainly(make, steps)
-    assert all(torch.allclose(one, two, rtol=1e-4) for one, two in zip(losses, expected.losses, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("early", "several"),
-    [("step", 1), ("zero_grad", 1), ("clip_grad_norm_", 1), ("zero_grad", 2), ("clip_grad_norm_", 2)],
-)
-def test_what_needs_all_gradients_is_refused_inside_of_a_pass(early: str, several: int) -> None:
-    make, steps = family("llama"), batches("llama", 2)
-    module = ElixirModule(make(), plan_for(make(), steps[0][0], accumulation=2), device="cpu")
-    all_weights = list(module.parameters())
-    parts = [all_weights[at::several] for at in range(several)]
-    optimizer, *_ = [ElixirOptimizer(module, torch.optim.AdamW(part, lr=1e-2)) for part in parts]
-    too_early = {
-        "step": optimizer.step,
-        "zero_grad": optimizer.zero_grad,
-        "clip_grad_norm_": lambda: (module if several == 1 else optimizer).clip_grad_norm_(1.0),
-    }
-
-    def step_fn(model: Any, batch: Any) -> None:
-        optimizer.backward(hf_loss(model, batch))
-        too_early[early]()
-
-    with pytest.raises(InputError, match=rf"{early}\(\) inside of accumulate.*pass_size=1"):
-        optimizer.accumulate(step_fn, steps[0])
-    module.zero_grad()
-    optimizer.accumulate(stepping(optimizer, hf_loss, 2), steps[1])
-    optimizer.step()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -40,18 +39,6 @@ def check(
     assert in_passes(make, steps, plan, loss).same_as(plainly(make, steps, loss))
 
 
-def test_1_layers_run_with_gradients_on_so_that_the_same_kernels_are_chosen() -> None:
-    seen = set()
-
-    class Watching(Layer):
-        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-            seen.add((torch.is_grad_enabled(), x.requires_grad))
-            return super().forward(x, *more)
-
-    check(seeded(lambda: Stack([Watching() for _ in range(2)])))
-    assert seen == {(True, True)}
-
-
 class Turned(Stack):
     """Gives layers, and what comes before them, gradients whose strides are not those of the tensors."""
 
@@ -67,26 +54,6 @@ class Turned(Stack):
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
     return x.t().contiguous().view(-1).mul(1.5).view(8, 4).t()
-
-
-def test_1_gradients_keep_their_strides_so_that_the_same_kernels_are_chosen() -> None:
-    seen: list[tuple[int, ...]] = []
-
-    class Watching(Layer):
-        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-            out = super().forward(x, *more)
-            out.register_hook(lambda gradient: seen.append(gradient.stride()))
-            return out
-
-    make, steps = seeded(lambda: Turned([Watching() for _ in range(2)])), vectors(2)
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    seen.clear()
-    plainly(make, steps, square_loss)
-    expected = sorted(seen)
-    seen.clear()
-    in_passes(make, steps, plan, square_loss)
-    assert sorted(seen) == expected
-    assert (1, 4) in seen
 
 
 class Shared(Stack):
@@ -105,10 +72,6 @@ class Shared(Stack):
         return out
 
 
-def test_2_a_tensor_that_several_stages_read_gets_its_parts_one_by_one() -> None:
-    check(seeded(lambda: Shared(three())), count=4)
-
-
 class Tied(Stack):
     """The input layer's weight is the output layer's, and one layer is called twice."""
 
@@ -123,13 +86,6 @@ def test_3_weights_of_several_stages_are_summed_as_in_a_loop(home: str) -> None:
     check(seeded(lambda: Tied(three())), count=4, steps=vectors(4, steps=3), home=home)
 
 
-class Penalised(Stack):
-    """Adds a penalty on weights of its layers to what they return."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + sum(layer.linear.weight.square().mean() for layer in self.layers)
-
-
 class Scaled(Stack):
     """Reads a weight of a layer before the layers run."""
 
@@ -137,53 +93,11 @@ class Scaled(Stack):
         return super().forward(x * self.layers[1].linear.weight.abs().mean())
 
 
-@pytest.mark.parametrize(("kind", "home"), [(Penalised, "cpu"), (Penalised, "cuda"), (Scaled, "cpu")])
-def test_3_so_are_weights_that_are_read_without_a_call_of_their_module(kind: Any, home: str) -> None:
-    check(seeded(lambda: kind(three())), count=4, home=home)
-
-
 def test_3_but_not_before_their_module_where_nothing_watches_them() -> None:
     make, steps = seeded(lambda: Scaled(three())), vectors(4)
     plan = plan_for(make(), steps[0][0], square_loss, accumulation=4, home="cuda")
     with pytest.raises(InputError, match=r"before a layer read layers\.1\.linear\.weight, .* call the module"):
         in_passes(make, steps, plan, square_loss)
-
-
-@pytest.mark.parametrize(("name", "output"), [("mixtral", "router_logits"), ("llama", "hidden_states")])
-def test_4_what_hooks_catch_inside_of_layers_is_refused(name: str, output: str) -> None:
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        made = model(**batch, **{f"output_{output}": True})
-        found: torch.Tensor = made.loss + made[output][1].square().mean()
-        return found
-
-    make, steps = family(name), batches(name, 2, steps=1)
-    plan = plan_for(make(), steps[0][0], accumulation=2)
-    with pytest.raises(InputError, match="not among its outputs|being among its outputs"):
-        in_passes(make, steps, plan, loss)
-
-
-class Mixing(Stack):
-    """Computes with tensors from before all layers, which enter these or not, between two of them or after them."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(three())
-        self._where = where
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        apart, x = self.first(x).sin(), self.first(x)
-        early = x if "entered" in self._where else apart if "apart" in self._where else x.sin()
-        for number, layer in enumerate(self.layers):
-            x = self.run(layer, x if number == 0 or "after" in self._where else x * early)
-        out: torch.Tensor = self.last(x * early if "after" in self._where else x)
-        return out
-
-
-@pytest.mark.parametrize(
-    "where", ["entered between", "apart between", "entered after", "apart after", "made of it after"]
-)
-def test_5_but_not_mix_what_lies_before_and_after_a_layer(where: str) -> None:
-    with pytest.raises(InputError, match="after a layer.*computes with a tensor from before.*pass_size=1"):
-        check(seeded(lambda: Mixing(where)))
 
 
 class HookedOutside(Turned):
@@ -216,10 +130,6 @@ def _doubled(x: torch.Tensor) -> None:
     x.register_hook(lambda gradient: 2 * gradient)
 
 
-def test_5_hooks_inside_of_layers_run_once() -> None:
-    check(_hooked("a layer's output"))
-
-
 @pytest.mark.parametrize("where", ["a layer's input", "what enters a layer", "what a layer has returned"])
 def test_5_but_hooks_on_what_enters_or_leaves_a_layer_are_refused(where: str) -> None:
     with pytest.raises(InputError, match="waits for the gradient"):
@@ -243,33 +153,6 @@ def test_a_hook_on_a_weight_gets_whole_gradients_or_is_refused() -> None:
     assert in_passes(own, steps, plan).same_as(plainly(own, steps))
     with pytest.raises(InputError, match="a hook on transformer.wte.weight"):
         in_passes(hooked("transformer.wte.weight"), steps, plan)
-
-
-def test_each_run_of_a_layer_adds_to_a_cache_only_it_sees() -> None:
-    def make() -> nn.Module:
-        model = family("llama")().eval()  # in which transformers checkpoints nothing itself
-        model.config.use_cache = True
-        return model
-
-    steps = batches("llama", 2, steps=1)
-    plan = plan_for(family("llama")(), steps[0][0], accumulation=2)
-    assert in_passes(make, steps, plan).same_as(plainly(make, steps))
-
-
-@pytest.mark.parametrize("late", [lambda x: x.register_hook(lambda gradient: 2 * gradient), lambda x: x.retain_grad()])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_5_and_so_are_those_on_what_has_entered_a_layer(late: Callable[[torch.Tensor], Any], layer: int) -> None:
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        output = model(**batch, output_hidden_states=True)
-        kept.append(output.hidden_states[layer])
-        late(kept[-1])
-        found: torch.Tensor = output.loss
-        return found
-
-    kept: list[torch.Tensor] = []
-    make, steps = family("llama"), batches("llama", 2)
-    with pytest.raises(InputError, match="waits for the gradient.*pass_size=1"):
-        in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=2), loss)
 
 
 class Dropping(Stack):
@@ -315,45 +198,6 @@ def test_6_each_micro_batch_has_its_random_numbers() -> None:
         check(seeded(lambda: Drawing(three())), loss, count=6)
 
 
-_level: contextvars.ContextVar[int] = contextvars.ContextVar("level", default=0)
-
-
-def test_8_autocast_and_context_variables_reach_the_threads_and_layers_that_run_again() -> None:
-    seen = set()
-
-    class Watching(Layer):
-        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-            out = super().forward(x, *more)
-            seen.add((_level.get(), self.linear(x).dtype))
-            return out
-
-    make, steps = seeded(lambda: Stack([Watching(), Watching()])), vectors(3)
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=3, home="cuda")
-
-    def inside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return square_loss(model, batch)
-
-    def outside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return square_loss(model, batch)
-
-    expected = plainly(make, steps, inside)
-    seen.clear()
-    token = _level.set(7)
-    try:
-        assert in_passes(make, steps, plan, inside).same_as(expected)
-        assert {kind for _, kind in seen} == {torch.bfloat16}
-        found = in_passes(make, steps[:1], plan, square_loss, around=lambda: torch.autocast("cpu", torch.bfloat16))
-    finally:
-        _level.reset(token)
-    assert {level for level, _ in seen} == {7}
-    assert found.same_as(plainly(make, steps[:1], inside))
-    seen.clear()
-    in_passes(make, steps[:1], plan, outside, around=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert {kind for _, kind in seen} == {torch.float32}
-
-
 class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -380,21 +224,6 @@ def test_8_saved_tensor_hooks_that_other_threads_would_escape_are_refused() -> N
         in_passes(make, steps, plan, square_loss)
 
 
-def test_8_the_default_device_reaches_the_threads() -> None:
-    seen = []
-
-    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        seen.append(torch.ones(1).device.type)
-        return square_loss(model, batch)
-
-    make, steps = seeded(lambda: Stack(three())), vectors(2, steps=1)
-    plan = plan_for(make(), steps[0][0], square_loss, accumulation=2)
-    in_passes(make, steps, plan, loss, around=lambda: torch.device("meta"))
-    assert seen == ["meta"] * 2
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        in_passes(make, steps, plan, square_loss, around=torch.no_grad)
-
-
 class Remembering(Stack):
     """Keeps something of its input for what follows the layers, in training."""
 
@@ -411,17 +240,6 @@ def test_9_state_that_a_forward_leaves_on_a_module_is_refused() -> None:
     plan = plan_for(make().eval(), steps[0][0], square_loss, accumulation=2)
     with pytest.raises(InputError, match="the model keeps 'seen' from one forward.*pass_size=1"):
         in_passes(make, steps, plan, square_loss)
-
-
-class InPlace(Stack):
-    """Writes to the output of each layer."""
-
-    def between(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(1.5).add_(number)
-
-
-def test_10_glue_may_write_to_the_output_of_a_layer() -> None:
-    check(seeded(lambda: InPlace(three())))
 
 
 class Overwriting(Layer):
@@ -554,13 +372,6 @@ def test_10_a_gradient_that_is_read_before_all_have_come_is_refused(name: str, h
 
     with pytest.raises(InputError, match=r"grad is read inside of accumulate\(\).*pass_size=1"):
         optimizer.accumulate(reading, steps[0])
-
-
-def test_11_the_weights_of_the_tail_stay_while_its_forward_and_backward_alternate() -> None:
-    make, steps = family("llama"), batches("llama", 6)
-    report = in_passes(make, steps, plan_for(make(), steps[0][0], accumulation=6)).reports[-1]
-    assert report.demand_loads == 0
-    assert report.observed["loads"] == report.predicted["loads"]
 
 
 def test_no_layers_that_run_again_is_refused() -> None:

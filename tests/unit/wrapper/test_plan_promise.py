@@ -11,7 +11,6 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware import promises
-from elixir.hardware.host_share import host_share, host_view
 from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, Resident
 from elixir.hardware.promises import UNSTEADY_SHARE, Memory
 from elixir.units import GIB, LARGEST_BYTES, MIB
@@ -89,13 +88,6 @@ def test_the_memory_of_the_model_gives_way_to_that_of_the_plan(machine: Machine,
     assert promise.taken == Memory(live("device") + BUFFER_BYTES, 3 * live("host"))
 
 
-def test_large_buffers_that_are_mapped_leave_no_gaps(
-    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MAPS_VARIABLE, "1")
-    assert "heap" not in inside.promise(module).need(module.plan, 0).parts
-
-
 def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Machine, module: ElixirModule) -> None:
     promise = inside.promise(module)
     promise.ranks = 2
@@ -111,88 +103,6 @@ def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Mach
     assert promise.spare_host_bytes() == LARGEST_BYTES
     machine.held, machine.free_bytes = held, None
     assert promise.spare_host_bytes() == LARGEST_BYTES
-
-
-def test_the_peak_of_a_process_is_of_its_whole_life_and_of_one_plan(machine: Machine, module: ElixirModule) -> None:
-    promise, need = inside.promise(module), inside.promise(module).need_of(module.plan)
-    libraries = need.parts["libraries"]
-    assert need.peak_bytes < 2 * GIB - MIB
-    HEAP.forget()
-    assert promise.peaks(need) == (2 * GIB, 2 * GIB)
-    assert HEAP.expected_bytes == need.own_bytes
-    machine.held = Resident(3 * GIB, libraries + 2 * GIB, 5 * GIB)
-    predicted = need.peak_bytes + 2 * GIB
-    assert promise.peaks(need) == (5 * GIB, predicted)
-    machine.held = Resident(GIB, libraries - MIB, 5 * GIB)
-    assert promise.peaks(need) == (5 * GIB, predicted)
-    other = inside.other_promise(module)
-    promises.enter(other)
-    assert promise.peaks(need) is None
-    machine.free_bytes = need.own_bytes  # enough, and nothing to spare
-    promise.refuse_exceeded(module.plan)
-    assert HEAP.expected_bytes == need.own_bytes + promises.outstanding("cpu", promise).host_bytes > need.own_bytes
-    promises.leave(other)
-    assert promise.peaks(need) is not None
-    machine.held = None
-    assert promise.peaks(need) is None
-    unknown = inside.other_promise(module)
-    machine.held = Resident(GIB, libraries, 2 * GIB)
-    assert unknown.peaks(need) is None
-
-
-def test_the_heap_keeps_what_it_frees_in_half_of_the_memory_that_nobody_needs(
-    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elixir.plan.process_need.HEAP_BYTES", 0)
-    promise = inside.promise(module)
-    least = promise.need_of(module.plan)
-    assert machine.held is not None
-    later = least.own_bytes - machine.held.own_bytes
-    for free_bytes in (later, later + 200, later + GIB):
-        machine.free_bytes = free_bytes
-        promise.refuse_exceeded(module.plan)
-        kept = HEAP.expected_bytes - least.own_bytes
-        assert kept == promise.need(module.plan, 0).parts.get("heap", 0) - least.parts.get("heap", 0)
-        assert kept == (free_bytes - later) // 2 or 100 < kept < module.plan.predicted.device_peak_bytes
-        assert promise.need_of(module.plan) == least
-
-
-def test_memory_to_come_is_without_state_dicts_and_what_is_held(machine: Machine, module: ElixirModule) -> None:
-    plain, held = inside.promise(module), machine.held
-    promise = inside.other_promise(module, between_steps_bytes=GIB)
-    need, without = promise.need_of(module.plan), plain.need_of(module.plan)
-    assert need.parts["state_dicts"] > GIB / 2
-    assert held is not None
-    for ahead, coming in ((1000, 1000), (-1000, 0)):
-        machine.held = replace(held, own_bytes=need.own_bytes - need.parts["state_dicts"] - ahead)
-        assert promise.coming_bytes(module.plan) == coming
-    assert without.own_bytes < need.own_bytes
-    machine.held = None
-    assert promise.coming_bytes(module.plan) == 0
-
-
-def test_the_memory_of_a_device_limits_no_heap(
-    machine: Machine, module: ElixirModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promise, need = inside.promise(module), inside.promise(module).need_of(module.plan)
-    other = inside.other_promise(module)
-    promises.enter(other)
-    expected = need.own_bytes + promises.outstanding("cpu", promise).host_bytes
-    assert expected > need.own_bytes
-    HEAP.forget()
-    promise.refuse_exceeded(module.plan)
-    assert HEAP.expected_bytes == expected
-    HEAP.set(4 * expected)
-    promise.refuse_exceeded(module.plan)
-    assert HEAP.expected_bytes == 4 * expected, "another model was promised more"
-    with monkeypatch.context() as there:
-        inside.pretend_device(there, module, torch.device("cuda", 0))
-        there.setattr(f"{PLACE}.free_device_bytes", lambda device: 64 * GIB)
-        promise.refuse_exceeded(module.plan)
-        assert HEAP.expected_bytes == 4 * expected
-        promises.leave(other)
-        promise.refuse_exceeded(module.plan)
-        assert HEAP.expected_bytes == 0
 
 
 def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
@@ -212,27 +122,6 @@ def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(
     machine.held = None
     machine.free_bytes = 0
     promise.refuse_exceeded(module.plan)  # nothing is known of the process
-
-
-def test_ranks_that_share_the_memory_of_a_machine_are_summed(machine: Machine, module: ElixirModule) -> None:
-    promise, plan = inside.promise(module), module.plan
-    need_bytes = promise.need_of(plan).own_bytes
-    here, there = host_view(), replace(host_view(), host="there")
-    inside.engine(module).host_share = host_share([here, there, here, there], 0, {})
-    for own_bytes in (0, 20 * GIB):  # such as a data set that this rank has loaded, which is no room for another
-        machine.held = Resident(own_bytes, 0, own_bytes)
-        mine = promise.coming_bytes(plan)
-        assert mine == (0 if own_bytes else need_bytes)
-        machine.free_bytes = mine + 64 * MIB
-        promise.refuse_exceeded(plan, [mine, 4 * GIB, 64 * MIB, 4 * GIB])
-        with pytest.raises(InputError, match="more suffice"):
-            promise.refuse_exceeded(plan, [mine, 0, 64 * MIB + 1, 0])
-    machine.held = Resident(0, 0, 0)
-    machine.free_bytes = 2 * need_bytes
-    promise.refuse_exceeded(plan)  # as if the other rank took as much
-    machine.free_bytes -= 1
-    with pytest.raises(InputError, match="more suffice"):
-        promise.refuse_exceeded(plan)
 
 
 def test_the_peak_of_a_device_is_known_once_a_step_of_the_only_plan_has_raised_it(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.errors import InputError, InputTypeError, StateError
+from elixir.errors import InputTypeError, StateError
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.module import PUBLIC
 from elixir.wrapper.phase import Phase, StepPhase
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, make_plan, square_loss
+from tests.common.parity import Case, make_plan, square_loss
 
 ENGINE = ("cache", "chunks", "gradients", "uses", "lanes", "optimizers", "arena", "account", "loss_scale", "staging")
 
@@ -62,25 +61,6 @@ def test_a_hidden_attribute_is_said_once_and_reached_through_module(caplog: pyte
     assert module.plan is not module.module.plan
 
 
-def test_a_submodule_with_a_hidden_name_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential()
-    model.add_module("module", nn.Linear(8, 8))
-    with caplog.at_level(logging.WARNING, "elixir.wrapper"):
-        it = Case(model, {"input": torch.randn(2, 8)}, square_loss)
-        module = ElixirModule(model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    assert "(module)" in caplog.text
-    assert isinstance(module.module.module, nn.Linear)
-
-
-def test_a_models_device_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
-    it = case("gpt2")
-    with caplog.at_level(logging.WARNING, "elixir.wrapper"):
-        module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    assert isinstance(it.model.device, torch.device)
-    assert "wrapped.module." not in caplog.text
-    module.close()
-
-
 def test_only_a_wrapped_model_has_an_engine() -> None:
     with pytest.raises(InputTypeError, match="Linear"):
         inside.chunks(nn.Linear(1, 1))
@@ -100,30 +80,3 @@ def test_only_the_changes_of_the_table_are_allowed(one: Phase, other: Phase) -> 
         with pytest.raises(StateError, match="rank 3"):
             phase.to(other)
         assert phase.now is one
-
-
-def test_a_step_goes_through_its_phases() -> None:
-    it, seen = case("gpt2"), []
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        phase = partial(inside.phase, pair.module)
-        handle = next(pair.module.module.children()).register_forward_hook(lambda *_: seen.append(phase()))
-        parameter = next(pair.module.parameters())
-        parameter.register_hook(lambda _: seen.append(phase()))
-        seen.append(phase())
-        pair.backward()
-        handle.remove()
-        seen.append(phase())
-        pair.step()
-        assert list(dict.fromkeys(seen)) == [Phase.IDLE, Phase.FORWARD, Phase.BACKWARD]
-        assert seen[-1] is Phase.IDLE
-        pair.train(1)
-    assert phase() is Phase.CLOSED
-    with pytest.raises(InputError, match="closed"):
-        pair.module.settle()
-
-
-def test_a_forward_that_raises_leaves_no_phase() -> None:
-    module = wrapped(Named())
-    with pytest.raises(RuntimeError):
-        module(torch.randn(2, 7, device=gpu.DEVICE))
-    assert inside.phase(module) is Phase.IDLE

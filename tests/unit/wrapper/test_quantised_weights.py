@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 import elixir
-from benchmark.observe import observe_step
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.models.model_tensors import buffer_places
-from elixir.models.quantised import flat
 from elixir.tracer.trace import trace_step
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan
@@ -57,66 +55,6 @@ def test_steps_have_the_bits_of_plain_pytorch(form: str, mode: str, checkpoint: 
         assert_as_planned(pair.module, ("loads",))
 
 
-def test_scales_of_torchao_are_planned_as_weights() -> None:
-    it = quantised_case("torchao int8")
-    weights = {name: each for name, each in it.model.named_parameters() if type(each).__name__ == "Int8Tensor"}
-    planned = {info.name: info for info in traced(it).parameters}
-    assert len(weights) == 14
-    for name, weight in weights.items():
-        for own in ("qdata", "scale"):
-            held = getattr(weight, own)
-            info = planned[f"{name}.{own}"]
-            assert (info.shape, info.dtype) == (tuple(held.shape), str(held.dtype).removeprefix("torch."))
-    assert traced(it).param_bytes == sum(part.nbytes for each in it.model.parameters() for _, part in flat("", each))
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("form", FORMS)
-def test_bytes_are_those_of_the_tensors(form: str) -> None:
-    it = quantised_case(form)
-    trace = traced(it)
-    assert trace.param_bytes == sum(parameter.nbytes for parameter in it.model.parameters())
-    places = {place.buffer: place.name for place in buffer_places(it.model)}
-    companions = [name for name in places.values() if ".weight." in name]
-    assert len(companions) == {"nf4 double": 5}.get(form, 2) * 14
-    assert trace.buffer_bytes == sum(buffer.nbytes for buffer in places)
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize(
-    "form", ["nf4", "nf4 double", "torchao int8", pytest.param(TORCHAO[1], marks=pytest.mark.slow)]
-)
-def test_the_peak_is_that_of_a_real_step(form: str, checkpoint: str) -> None:
-    it = quantised_case(form, checkpoint)
-    trace = traced(it)
-    real = observe_step(it.model, it.inp, step).peak_bytes
-    assert abs(trace.backward_peak_bytes - trace.resting_bytes - real) <= 0.01 * real
-
-
-def test_products_with_packed_weights_have_their_flops() -> None:
-    it, plain = quantised_case("nf4"), quantised_case("nf4")
-    for layer in plain.model.modules():
-        for name, child in layer.named_children():
-            if type(child).__name__ == "Linear4bit":
-                setattr(layer, name, nn.Linear(child.in_features, child.out_features, False).requires_grad_(False))
-    assert traced(it).flops == traced(plain).flops
-
-
-def test_a_cast_leaves_packed_numbers_and_their_scales() -> None:
-    it = quantised_case("fp4 in float32")
-    was = {place.name: place.buffer.dtype for place in buffer_places(it.model) if ".weight." in place.name}
-    module = elixir.ElixirModule(it.model, make_plan(it, "streamed", unified_dtype="bfloat16"), device="cpu")
-    module(**it.inp).loss.backward()
-    now = {place.name: place.buffer.dtype for place in buffer_places(it.model) if ".weight." in place.name}
-    assert was == now
-    chunks = {slot.name: chunk.dtype for chunk in module.plan.chunks for slot in chunk.parameters}
-    packed = [name for name in chunks if f"{name}.absmax" in was]
-    assert packed
-    assert {chunks[name] for name in packed} == {"float32"}
-    assert set(chunks.values()) == {"float32", "bfloat16"}
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", ["nf4 double", "nf4 in bfloat16", "torchao int8"])
 def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
@@ -133,50 +71,6 @@ def test_a_checkpoint_gives_the_bits_back(form: str, tmp_path: Any) -> None:
         two.plain.load_state_dict(one.plain.state_dict(), strict=False)  # bitsandbytes refuses its own names
         two.plain_optimizer.load_state_dict(one.plain_optimizer.state_dict())
         two.train(2)
-
-
-def test_close_gives_packed_weights_back() -> None:
-    it = quantised_case("nf4")
-    kinds = {name: type(parameter) for name, parameter in it.model.named_parameters()}
-    twin = copy.deepcopy(it.model)
-    with Pair(it, make_plan(it, "streamed"), plain=twin) as pair:
-        pair.train(2)
-    assert {name: type(parameter) for name, parameter in it.model.named_parameters()} == kinds
-    assert torch.equal(it.model(**it.inp).loss, twin(**it.inp).loss)
-
-
-def test_what_cannot_be_right_is_refused() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    it = quantised_case("nf4")
-    unpacked = nn.Sequential(bnb.nn.Linear4bit(16, 16), nn.Linear(16, 16))
-    eight = nn.Sequential(bnb.nn.Linear8bitLt(16, 16), nn.Linear(16, 16))
-    floating = quantised_case("fp4 in float32").model
-    trained = next(p for p in floating.parameters() if type(p).__name__ == "Params4bit")
-    trained.requires_grad_(True)
-    for model, said in (
-        (unpacked, r"0\.weight is a Params4bit that is not quantised yet.*model\.to\('cpu'\)"),
-        (eight, r"0\.weight is of Int8Params, .*load_in_4bit"),
-        (floating, r"is a trained Params4bit.* train adapters"),
-    ):
-        with pytest.raises(InputError, match=said):
-            trace_step(model, it.inp, step, hardware=preset("cpu"))
-
-
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_an_evaluation_changes_no_packed_weight(mode: str) -> None:
-    it = quantised_case("nf4 double")
-    plain = copy.deepcopy(it.model)
-    bits = {place.name: place.buffer.clone() for place in buffer_places(it.model) if ".weight." in place.name}
-    module = elixir.ElixirModule(it.model, make_plan(it, mode), device="cpu")
-    before = module(**it.inp).loss
-    module.eval()
-    with torch.no_grad():
-        module(**it.inp)
-    assert torch.equal(module.train()(**it.inp).loss, before)
-    module.close()
-    assert torch.equal(it.model(**it.inp).loss, plain(**it.inp).loss)
-    now = {place.name: place.buffer for place in buffer_places(it.model) if ".weight." in place.name}
-    assert all(torch.equal(bits[name], value) for name, value in now.items())
 
 
 def test_numbers_of_another_kind_are_not_loaded(tmp_path: Any) -> None:

@@ -279,26 +279,3 @@ def test_a_rank_that_does_something_else_is_told_with_the_others(way: str, monke
     found = on_ranks(2, work)
     assert all(isinstance(each, RankError) for each in found), found
     assert all("the ranks no longer do the same" in str(each) for each in found)
-
-
-def test_weights_are_moved_to_another_plan_and_read_by_all_ranks() -> None:
-    it = Situation(homes="host")
-    expected = plain(it, 2)[1]
-
-    def work(rank: int) -> None:
-        run = Rank(it, rank)
-        run.step(0)
-        run.module.rehome(Situation(homes="device").plan)
-        run.step(1)
-        audit(run.module)
-        with run.module.gathered(run.module, write=True):
-            inner = run.module.module
-            for name, each in inner.named_parameters():
-                torch.testing.assert_close(each, expected[name], rtol=1e-4, atol=1e-5)
-            with torch.no_grad():
-                inner[4].bias.fill_(5.0)
-        assert run.weights()["4.bias"].tolist() == [5.0] * 3
-        assert inside.group(run.module).size == 2
-        run.module.close()
-
-    results(2, work)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmark.observe import observe_step
-from elixir.access.activations import Recomputation, checkpoints_itself, recomputing, with_own_caches
+from elixir.access.activations import Recomputation, checkpoints_itself, recomputing
 from elixir.access.module_call import checkpoint_function, unentered_function
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
@@ -80,27 +80,6 @@ def test_same_bits_and_loads_as_planned(name: str, own: str, kept: str, mode: st
         assert_as_planned(pair.module, COUNTED if mode == "streamed" else ())
 
 
-def test_a_run_again_may_fetch_other_weights_than_the_first_run() -> None:
-    """Chunks hold parts of two layers, so that what a layer needs has come with the one before it or after it."""
-    it = case("llama", "none")
-    trace = traced(it, "products", by_turns=False)
-    request = SearchRequest(world_size=1, optimizer_type="AdamW")
-    plan = simple_plan(trace, preset("cpu"), request, split_number=5, allocate_factor=0.5, shard_device="cpu")
-    with Pair(it, plan, device="cpu") as pair:
-        pair.train(4)
-
-
-def test_layers_that_are_compiled_later_are_refused() -> None:
-    it = made("stack", "none")
-    plan = simple_plan(traced(it, "products"), preset("cpu"), SearchRequest(world_size=1), shard_device="cpu")
-    model = ElixirModule(it.model, plan, device="cpu")
-    it.loss(model, it.inp)
-    it.model.get_submodule(plan.activations[-1].unit).compile(backend="eager")
-    with pytest.raises(InputError, match="keeps or moves results.*compile before wrapping"):
-        it.loss(model, it.inp)
-    model.close()
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("kept", ["attention", "products"])
 def test_the_peak_of_a_real_step(kept: str) -> None:
@@ -117,15 +96,6 @@ def test_the_peak_of_a_real_step(kept: str) -> None:
         real = observe_step(it.model, it.inp, step).peak_bytes
     predicted = trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes
     assert predicted == pytest.approx(real, rel=0.005)
-
-
-def test_a_model_gets_its_own_checkpoints_back() -> None:
-    model = case("llama", "non-reentrant").model
-    before = [dict(vars(module)) for module in model.modules()]
-    names = [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("layers")]
-    with recomputing(model, [UnitActivations(name, PRODUCTS) for name in names]):
-        assert [dict(vars(module)) for module in model.modules()] != before
-    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 @pytest.mark.sampled(every=2)
@@ -149,52 +119,6 @@ def test_a_plan_outlasts_checkpoints_that_are_switched_on_after_wrapping(
     model.close()
     assert checkpoint_function(layer) is chosen
     assert checkpoints_itself(layer)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_run_again_in_either_mode_of_the_model(training: bool) -> None:
-    """Layers of transformers checkpoint themselves in training mode only."""
-    it = case("llama", "none")
-    it.model.train(training)
-    plan = plan_that_keeps(it, "nothing")
-    model, calls = ElixirModule(it.model, plan, device="cpu"), list[nn.Module]()
-    it.model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
-    optimizer = ElixirOptimizer(model, torch.optim.AdamW(model.parameters()))
-    optimizer.backward(it.loss(model, it.inp))
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "training", "tokens"),
-    [("llama", False, False), ("gpt2", True, False), ("gpt2", True, True)],
-)
-def test_layers_that_run_again_leave_the_cache_as_it_was(name: str, training: bool, tokens: bool) -> None:
-    """Models on transformers' defaults make one, in training, too; others get one with tokens, such as prefixes."""
-    transformers, it = pytest.importorskip("transformers"), case(name, "none")
-    it.model.train(training).config.use_cache = True
-
-    def loss(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
-        cache = None
-        if tokens:
-            cache, states = transformers.DynamicCache(), torch.linspace(-1, 1, 2 * 4 * 3 * 16).view(2, 4, 3, 16)
-            for layer in range(2):
-                cache.update(states, states.sin(), layer)
-        found: torch.Tensor = model(**inp, cache=cache).loss
-        return found
-
-    it = replace(it, loss=loss)
-    with Pair(it, plan_that_keeps(it, "products"), device="cpu") as pair:
-        pair.train(2)
-
-
-def test_a_cache_that_is_written_in_place_is_copied_for_each_run() -> None:
-    transformers = pytest.importorskip("transformers")
-    cache = transformers.StaticCache(case("llama").model.config, max_cache_len=8)
-    cache.update(torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16), 0)
-    (), given = with_own_caches((), {"cache": cache})
-    given["cache"].update(torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, 2, 16), 0)
-    assert (given["cache"].get_seq_length(), cache.get_seq_length()) == (5, 3)
-    assert cache.layers[0].keys.sum() == 2 * 3 * 16
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 runs the layer again, and all of it")

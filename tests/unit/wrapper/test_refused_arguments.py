@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import CheckpointError, InputError, InputTypeError, StateError
-from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.frozen_weights import safetensors_in
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
 from elixir.wrapper.loss_scale import LossScale
@@ -75,18 +74,6 @@ def test_a_checkpointed_function_that_does_something_else_again_has_the_error_of
         else:
             with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number of tensors"):
                 pair.optimizer.backward(loss)
-
-
-def test_more_threads_than_cores_are_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    threads = inside.host_share(pair.module).all_cores + 1
-    module = ElixirModule(
-        nn.Linear(8, 8),
-        make_plan(Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss), "streamed"),
-        device="cpu",
-    )
-    ElixirOptimizer(module, torch.optim.SGD(module.module.parameters(), lr=0.1), host_threads=threads)
-    module.close()
-    assert f"host_threads={threads} is more than the {threads - 1} cores" in caplog.text
 
 
 def test_an_early_update_needs_a_second_set_of_states(pair: Pair) -> None:

@@ -11,8 +11,6 @@ from torch import nn
 
 from elixir.checkpoint import save_checkpoint
 from elixir.errors import InputError
-from elixir.wrapper.phase import Phase
-from tests.common import inside
 from tests.common.parity import Case, Pair, make_plan, square_loss
 
 
@@ -86,54 +84,6 @@ def _fails(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def _fail_backward(pair: Pair) -> None:
-    """A backward of both models that has given the last layer its gradients, and no others."""
-    for model, first, backward in (
-        (pair.module, pair.module.module[0], pair.optimizer.backward),
-        (pair.plain, pair.plain[0], torch.Tensor.backward),  # type: ignore[index]
-    ):
-        handle = first.register_forward_hook(lambda _module, _args, output: output.register_hook(_fails) and None)
-        loss = pair.case.loss(model, pair.case.inp)
-        handle.remove()
-        with pytest.raises(ZeroDivisionError):
-            backward(loss)
-
-
-def _norm(pair: Pair) -> None:
-    plain = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1e-3)
-    assert float(pair.optimizer.clip_grad_norm_(1e-3)) == pytest.approx(float(plain))
-
-
-def _step(pair: Pair) -> None:
-    pair.optimizer.step()
-    pair.plain_optimizer.step()
-
-
-AFTER_FAILURE: dict[str, Callable[[Pair], object]] = {
-    "clip_grad_norm_": _norm,
-    "step": _step,
-    "zero_grad": lambda pair: pair.optimizer.zero_grad(),
-    "settle": lambda pair: pair.module.settle(),
-    "gathered": _gathered,
-    "forward": CALLS["forward"],
-    "state_dict of the optimizer": CALLS["state_dict of the optimizer"],
-}
-
-
-@pytest.mark.parametrize("name", AFTER_FAILURE)
-def test_a_call_after_a_backward_that_raised_ends_it(name: str, opened: Pair) -> None:
-    _fail_backward(opened)
-    assert inside.phase(opened.module) is Phase.BACKWARD
-    AFTER_FAILURE[name](opened)
-    assert inside.phase(opened.module) is Phase.IDLE
-    if name != "zero_grad":  # its gradients count
-        _step(opened)
-        opened.assert_same_weights()
-    opened.optimizer.zero_grad()
-    opened.plain_optimizer.zero_grad()
-    opened.train(1)
-
-
 STATES: dict[str, Callable[[Any], object]] = {
     "get": lambda states: states[0],
     "set": lambda states: states.__setitem__(0, {}),
@@ -149,14 +99,3 @@ def test_states_in_shards_are_not_shown_as_a_dict(name: str, opened: Pair) -> No
     opened.train(1)
     with pytest.raises(InputError, match=r"lie in shards.*state_dict\(\)"):
         STATES[name](opened.optimizer.state)
-
-
-def test_there_are_no_states_before_the_first_step_or_after_they_were_cleared() -> None:
-    with _made() as pair:
-        states = pair.optimizer.state
-        for _ in range(2):
-            assert (len(states), list(states), 0 in states) == (0, [], False)
-            pair.train(1)
-            states.clear()
-            pair.plain_optimizer.state.clear()
-        pair.train(1)

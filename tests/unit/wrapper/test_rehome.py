@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +12,13 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.optimizer_states import moments_size
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper import module as wrapper
-from tests.common import inside
 from tests.common.parity import (
     MODES,
-    Case,
     Pair,
     assert_as_planned,
     case,
     make_plan,
     rehomed,
-    square_loss,
     take_step,
 )
 
@@ -52,28 +45,6 @@ def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
         assert_as_planned(pair.module, ())
 
 
-def test_blocks_and_shards_of_the_old_plan_are_gone_before_chunks_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("gpt2")
-    plan = make_plan(it, "streamed")
-    found: list[bool] = []
-    with Pair(it, plan, optimizer=OPTIMIZERS["fused"]) as pair:
-        pair.train(1)
-        old = [weakref.ref(each) for each in (inside.cache(pair.module), *inside.shards(pair.optimizer))]
-        moved = wrapper.move_chunks
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            found.append(all(each() is None for each in old))
-            return moved(*args, **kwargs)
-
-        monkeypatch.setattr(wrapper, "move_chunks", watched)
-        gc.disable()  # nothing may wait for it: both plans' memory would be there meanwhile
-        try:
-            pair.module.rehome(rehomed(plan, "resident"))
-        finally:
-            gc.enable()
-    assert found == [True]
-
-
 class Scaled(nn.Module):
     """Two weights without dimensions, as the temperature of a contrastive loss is, and one of a single element."""
 
@@ -86,32 +57,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) * self.scale + self.shift) * self.temperature.exp()
-
-
-SCALARS = {
-    **{
-        name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), lr=1e-2)
-        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "ASGD", "Rprop")
-    },
-    "single": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False, amsgrad=True),
-    "fused": OPTIMIZERS["fused"],
-    "momentum": OPTIMIZERS["momentum"],
-}
-
-
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("start", MODES)
-@pytest.mark.parametrize("name", SCALARS)
-def test_states_of_weights_without_dimensions_move_too(name: str, start: str) -> None:
-    torch.manual_seed(0)
-    it = Case(Scaled(), {"x": torch.randn(4, 6)}, square_loss)
-    plan = make_plan(it, "streamed")
-    with Pair(it, rehomed(plan, start), optimizer=SCALARS[name]) as pair:
-        for mode in ("streamed", "resident", "mixed", "resident", "streamed"):
-            pair.train(2)
-            pair.module.rehome(rehomed(plan, mode))
-            pair.assert_same_weights()
-        pair.train(2)
 
 
 def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.common import inside
-from tests.common.on_disk import on_disk
 from tests.common.parity import Case, Pair, case, make_plan, rehomed
 
 
@@ -88,28 +85,6 @@ def test_states_move_as_they_are(name: str, start: str, to: str) -> None:
         pair.train(2)
 
 
-def test_states_in_16_bits_have_one_place_on_a_disk(tmp_path: Path) -> None:
-    it = case("opt", layers=1)
-    plan = make_plan(it, "streamed")
-    make, steps = MAKE["in 16 bits"]
-    with Pair(it, plan, optimizer=lambda model: make(model.parameters()), disk_folder=tmp_path) as pair:
-        pair.train(steps)
-        pair.module.rehome(on_disk(plan))
-        for chunk in inside.chunks(pair.module):
-            assert chunk.stored is None or "kept float32" not in chunk.stored._regions
-        pair.train(2)
-
-
-@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop])
-def test_states_that_are_dropped_are_made_anew(make: Any) -> None:
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed"), optimizer=lambda model: make(model.parameters(), lr=1e-3)) as pair:
-        pair.train(2)
-        pair.optimizer.state.clear()
-        pair.plain_optimizer.state.clear()
-        pair.train(2)
-
-
 def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
     it: Case = case("opt")
     plan = rehomed(make_plan(it, "streamed"), "resident")
@@ -122,28 +97,6 @@ def test_shards_that_share_a_call_let_go_of_states_one_by_one() -> None:
         pair.module.close()
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_states_whose_home_stays_are_not_allocated_a_second_time(moments: str) -> None:
-    it = case("opt")
-    plan = rehomed(make_plan(it, "streamed", moments=moments), "streamed")
-    *others, last = plan.chunks
-    other = replace(plan, chunks=(*others, replace(last, resident=True, weight_home="device", state_home="device")))
-
-    def memory() -> dict[tuple[str, str], int]:
-        stay = [shard for shard in inside.shards(pair.optimizer) if shard.chunk.index < len(others)]
-        return {(it.name, it.kind): it.tensor.data_ptr() for shard in stay for it in shard.states.to_save()}
-
-    with Pair(it, plan) as pair:
-        pair.exact = moments == "float32"
-        pair.train(2)
-        before = memory()
-        pair.module.rehome(other)
-        assert memory() == before != {}
-        pair.train(2)
-        if pair.exact:
-            pair.assert_same_weights()
-
-
 @pytest.mark.parametrize("homes", ["resident", "streamed"])
 def test_states_that_a_class_makes_after_its_first_step_are_counted(homes: str) -> None:
     it = case("opt", layers=1)
@@ -153,20 +106,3 @@ def test_states_that_a_class_makes_after_its_first_step_are_counted(homes: str) 
             pair.train(1)  # ends with an audit of what is counted
         pair.module.rehome(rehomed(plan, "mixed"))
         pair.train(1)
-
-
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_states_that_stay_on_a_disk_stay_what_they_are(moments: str, tmp_path: Path) -> None:
-    """The chunk is another one, since its weights move; the extent is the same."""
-    plan = on_disk(make_plan(case("opt", layers=1), "streamed", moments=moments))
-    chunks = [replace(chunk, weight_home="device") if chunk.state_home == "disk" else chunk for chunk in plan.chunks]
-    with Pair(case("opt", layers=1), plan, disk_folder=tmp_path) as pair:
-        pair.exact = False
-        pair.train(2)
-        before = pair.optimizer.state_dict()["state"]
-        pair.module.rehome(replace(plan, chunks=tuple(chunks)))
-        after = pair.optimizer.state_dict()["state"]
-        assert before
-        for number, state in before.items():
-            assert all(torch.equal(value, after[number][kind]) for kind, value in state.items()), number
-        assert any(state["exp_avg"].any() for state in after.values())

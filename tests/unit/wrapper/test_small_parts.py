@@ -3,9 +3,7 @@ calls, errors of before, and which optimizers step whole shards."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.access.counted_parameter import CountedParameter
 from elixir.chunk.group import Group
 from elixir.chunk.memory import Fate
-from elixir.errors import DiskError, FileError, InputError, RankError, StepError
+from elixir.errors import DiskError, FileError, InputError
 from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
-from elixir.wrapper import ElixirModule
 from elixir.wrapper.account.plan_promise import state_dict_bytes
-from elixir.wrapper.calls import Arguments, Calls
 from elixir.wrapper.engine import Engine
-from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.phase import Phase, RunErrors, StepPhase
 from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.step.user_optimizer import can_fuse, check_moments
 from elixir.wrapper.weight_uses import WeightUses
-from tests.common.parity import Case, make_plan, square_loss
 
 
 def test_full_state_dicts_are_of_float32_or_wider_but_codes_of_one_byte() -> None:
@@ -40,34 +33,6 @@ def test_full_state_dicts_are_of_float32_or_wider_but_codes_of_one_byte() -> Non
     assert state_dict_bytes(model, only=lambda each: each.dtype == torch.float64) == 5 * 8
     layer = nn.Linear(2, 3)
     assert state_dict_bytes(layer, [torch.optim.AdamW(layer.parameters())]) == 9 * 4 * 3
-
-
-def test_a_loss_scale_doubles_after_good_steps_and_halves_once_per_backward() -> None:
-    scale = LossScale(True, 8.0, 2)
-    for value in (8.0, 16.0, 16.0, 32.0):
-        scale.begins_backward()
-        scale.stepped(scale.value)
-        assert scale.value == value
-    scale.stepped(scale.value)  # of the same backward, so it does not count
-    scale.begins_backward()
-    scale.stepped(16.0)  # gradients of a smaller scale prove nothing
-    scale.stepped(32.0)
-    assert (scale.value, scale.state()["good_steps"]) == (32.0, 5)
-    scale.begins_backward()
-    scale.overflowed(32.0)
-    scale.overflowed(32.0)
-    scale.stepped(32.0)
-    assert scale.state() == {"value": 16.0, "good_steps": 0, "growth_interval": 2}
-    other = LossScale(True, 1.0, 9)
-    other.load(scale.state())
-    assert other.state() == scale.state()
-    unused = LossScale(False, 8.0, 1)
-    unused.stepped(1.0)
-    assert unused.value == 1.0
-    for bad in (0.0, -1.0, float("inf")):
-        with pytest.raises(InputError, match="initial_scale must be finite and above 0"):
-            LossScale(True, bad, 1)
-    assert LossScale(True, 1.0, 1).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -145,45 +110,6 @@ def test_a_module_is_closed_in_any_phase(now: Phase) -> None:
 # --- contexts around calls ------------------------------------------------------------------------------------------
 
 
-class Halving(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.sum():
-            raise ValueError("nothing to halve")
-        return x / 2
-
-
-def refuse_negative(model: nn.Module, args: Any, output: torch.Tensor) -> None:
-    if output.sum() < 0:
-        raise ValueError("negative")
-
-
-def test_the_context_ends_with_the_error_of_its_call_or_with_its_output() -> None:
-    model, ended = Halving(), list[Any]()
-    model.register_forward_hook(refuse_negative)
-
-    @contextlib.contextmanager
-    def begin(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Arguments, Callable[[Any], Any]]]:
-        try:
-            yield (args, kwargs), lambda output: output + 1
-        except ValueError as error:
-            ended.append(error)
-            raise
-        ended.append("well")
-
-    calls = Calls([model], begin)
-    with pytest.raises(ValueError, match="nothing to halve") as raised:
-        model(torch.zeros(2))
-    try:
-        raise KeyError
-    except KeyError:  # an error that the caller handles is none of the call's
-        assert model(torch.full((2,), 4.0)).tolist() == [3.0, 3.0]
-    with pytest.raises(ValueError, match="negative") as refused:
-        model(-torch.ones(2))
-    calls.remove()
-    assert model(torch.full((2,), 4.0)).tolist() == [2.0, 2.0]
-    assert ended == [raised.value, "well", refused.value]
-
-
 # --- parts of the engine --------------------------------------------------------------------------------------------
 
 
@@ -196,14 +122,6 @@ def test_threads_share_a_heap_where_compute_is_on_the_cpu(monkeypatch: pytest.Mo
     assert engine.end()
     assert engine.phase.closed
     engine.stop()
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", nn.Parameter), ("bfloat16", CountedParameter)])
-def test_only_weights_with_masters_count_writes_through_data(dtype: str, kind: type) -> None:
-    it = Case(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, square_loss)
-    module = ElixirModule(it.model, make_plan(it, "resident", unified_dtype=dtype), device="cpu")
-    assert {type(each) for each in it.model.parameters()} == {kind}
-    module.close()
 
 
 class Stream:
@@ -237,38 +155,3 @@ def with_error(error: Exception | None, rank_count: int) -> RunErrors:
 
 
 LOST = DiskError(FileError(5, "broken", "/disk", "read"), "chunk 0")
-
-
-@pytest.mark.parametrize("rank_count", [1, 2])
-def test_a_lane_that_has_failed_ends_training_and_a_load_in_part_all_use(rank_count: int) -> None:
-    errors = with_error(ValueError("no memory"), rank_count)
-    for _ in range(2):
-        with pytest.raises(StepError, match=r"training has ended.*no memory") as raised:
-            errors.refuse_failed()
-        assert ("state_dict()" in str(raised.value)) == (rank_count == 1), "ranks give weights together"
-        assert isinstance(raised.value.__cause__, ValueError)
-    errors.refuse_changed()
-    errors.changed_in_part("a load has ended")
-    for _ in range(2):
-        with pytest.raises(InputError, match="a load has ended, so weights and states are old in part"):
-            errors.refuse_changed()
-    errors.changed = None
-    errors.refuse_changed()
-    with_error(None, rank_count).refuse_failed(alone=True)
-
-
-def test_a_disk_stops_one_rank_at_once_and_several_once_they_have_agreed() -> None:
-    with pytest.raises(DiskError):
-        with_error(LOST, rank_count=1).refuse_failed()
-    here, there = with_error(LOST, rank_count=2), with_error(None, rank_count=2)
-    here.refuse_failed()
-    with pytest.raises(DiskError):
-        here.refuse_failed(alone=True)  # a checkpoint tells the other ranks
-    reports = [here.of_disk, there.of_disk]
-    assert reports == [str(LOST), None]
-    with pytest.raises(DiskError):
-        here.agree(reports)
-    with pytest.raises(RankError, match="chunk 0"):
-        there.agree(reports)
-    with pytest.raises(RankError, match="chunk 0"):
-        there.refuse_failed()

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir
 from benchmark.observe import observe
-from elixir.access.module_call import CALL
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import preset
 from elixir.models.together import Together
@@ -134,32 +133,6 @@ def test_several_models_train_as_in_plain_pytorch(step: Step, memory: str, caplo
     assert "differs from its plan" not in caplog.text
 
 
-def test_a_model_generates_within_its_plan_and_leaves_the_next_step_as_planned() -> None:
-    def answer(policy: Any) -> torch.Tensor:
-        with torch.no_grad():
-            found: torch.Tensor = policy.generate(
-                batch(7)["input_ids"][:, :8], max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
-            )
-        return found
-
-    plain = models()
-    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=2)
-    tokens = answer(plain.policy)
-    model, optimizer = wrapped(preference, "streamed", replan=False)
-    assert trained(model, optimizer, preference, accumulation=1, steps=2) == expected
-    assert torch.equal(answer(model.policy), tokens)
-    assert inside.counts(model).demand_loads == 0
-    answer(model.policy)
-    trained(model, optimizer, preference, accumulation=1, steps=1)
-    report = model.last_report
-    assert (report.not_compared, report.demand_loads) == ("", 0)
-    assert report.observed["loads"] == report.predicted["loads"]
-    preference(model, batch(0)).backward()
-    answer(model.policy)
-    trained(model, optimizer, preference, accumulation=1, steps=1)
-    assert "called more often" in model.last_report.not_compared
-
-
 def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     """Bytes that torch's profiler sees on the CPU, where device and host are one memory."""
     alone = models()
@@ -172,36 +145,6 @@ def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     resting = arena.live_bytes("device") + arena.live_bytes("host")
     seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
     assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes
-
-
-def test_an_error_inside_reaches_the_caller_and_nothing_is_left_on_the_models() -> None:
-    model, optimizer = wrapped(preference, "streamed", replan=False)
-    trained(model, optimizer, preference, accumulation=1, steps=1)
-
-    def fails(*_: Any) -> None:
-        raise ValueError("no")
-
-    hook = model.policy.model.layers[1].register_forward_hook(fails)
-    with pytest.raises(ValueError, match="no"):
-        preference(model, batch(1))
-    hook.remove()
-    moved = [replace(chunk, weight_home="device") if chunk.trainable else chunk for chunk in model.plan.chunks]
-    model.rehome(replace(model.plan, chunks=tuple(moved)))
-    trained(model, optimizer, preference, accumulation=1, steps=1)
-    policy = model.policy
-    model.close()
-    assert not any(CALL in vars(module) for module in policy.modules())
-
-
-def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
-    model = models()
-    model.policy.compile(backend="eager")
-    trace = cpu_trace(model, batch(0), lambda models, inp: preference(models, inp).backward())
-    plan = plan_from_trace(trace, preset("cpu"), 1, host_budget="1GiB", **MEMORY["streamed"]).plan
-    module = elixir.ElixirModule(model, plan, device="cpu")
-    with pytest.raises(InputError, match="was given to torch.compile"):
-        preference(module, batch(0))
-    module.close()
 
 
 def test_calls_are_passes_after_a_move_too() -> None:
@@ -235,46 +178,6 @@ def test_calls_are_passes_after_a_move_too() -> None:
     model.policy.forward = stale
     assert torch.equal(model.policy(**batch(0)), model.state_dict()["policy.lm_head.weight"][0].to(weight.dtype))
     del model.policy.forward
-
-
-def test_a_frozen_model_keeps_its_mode_and_the_first_is_called_by_the_whole() -> None:
-    model, _ = wrapped(preference, "streamed")
-    model.reference.eval()
-    model.train()
-    assert model.policy.training
-    assert not model.reference.training
-    with torch.no_grad():
-        assert torch.equal(model(**batch(1)).logits, model.policy(**batch(1)).logits)
-    inner = model.release()
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules())
-
-
-@pytest.mark.parametrize("inside_of_the_call", [False, True])
-def test_a_call_of_the_whole_ends_though_a_layer_gets_another_checkpoint(inside_of_the_call: bool) -> None:
-    """TRL switches checkpoints off and on around each generation. The next call of the whole follows."""
-    model, _ = wrapped(preference, "streamed", replan=False)
-
-    def change(*_: Any) -> None:
-        model.policy.model.layers[0]._gradient_checkpointing_func = checkpoint
-
-    if inside_of_the_call:
-        model.module.register_forward_pre_hook(change)
-    else:
-        change()
-    model(**batch(1)).loss.backward()
-    assert inside.engine(model).access.was_changed_since is inside_of_the_call
-    with pytest.raises(InputError, match="outside of the model's forward"):
-        model.policy.lm_head.weight.data_ptr()
-
-
-def test_an_error_in_a_model_ends_its_pass() -> None:
-    plain = models()
-    expected = trained(plain, optimizer_of(plain), preference, accumulation=1, steps=2)
-    model, optimizer = wrapped(preference, "streamed")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="input_ids"):
-            model.policy()
-    assert trained(model, optimizer, preference, accumulation=1, steps=2) == expected
 
 
 def test_names_and_models_that_cannot_be_together_are_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elixir.access.interception import TrackedParameter
-from elixir.access.module_call import CALL, checkpoint_function
 from elixir.errors import InputError
-from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.layer_units import fetched_as_one
 from elixir.plan.plan import Plan
 from elixir.search import simple_search
@@ -62,35 +58,6 @@ def test_same_bits_and_loads_as_planned(name: str, form: str, mode: str) -> None
         assert_as_planned(pair.module, COUNTED if mode == "streamed" else ())
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("form", [False, True])
-@pytest.mark.parametrize("mode", ["streamed", "mixed"])
-def test_layers_in_checkpoints_of_their_own(form: bool, mode: str) -> None:
-    class Checkpointed(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.begin(x)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=form)  # type: ignore[assignment]
-            return x
-
-    torch.manual_seed(0)
-    it = Case(Checkpointed(), INP, square_loss)
-    plan = plan_of(it)
-    assert [unit.fetch for unit in plan.step.units] == ["one"] * 3
-    with Pair(it, mixed(plan) if mode == "mixed" else plan, device="cpu") as pair:
-        pair.train(4)
-
-
-def test_weights_are_fetched_one_by_one_where_there_is_no_room_for_a_layer() -> None:
-    layers = (nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))) for _ in range(4))
-    it = Case(nn.Sequential(*layers), {"input": torch.ones(2, 256)}, square_loss)
-    found = [
-        plan_of(it, split_number=32, allocate_factor=0.01, device_memory=size).step.fetched_whole
-        for size in ("16MiB", "2MiB")
-    ]
-    assert [len(names) for names in found] == [4, 0]
-
-
 def test_a_hook_of_a_layer_may_ask_for_a_state_dict() -> None:
     it = Case(Stack(), INP, square_loss)
     with Pair(it, plan_of(it), device="cpu") as pair:
@@ -101,23 +68,6 @@ def test_a_hook_of_a_layer_may_ask_for_a_state_dict() -> None:
         hook.remove()
         pair.train(1)
         assert len(found) == 2
-
-
-def test_what_listens_is_freed_with_the_wrapper_and_leaves_nothing() -> None:
-    it = Case(Stack(), INP, square_loss)
-    gc.disable()
-    try:
-        with Pair(it, plan_of(it), device="cpu") as pair:
-            pair.train(1)
-            assert CALL not in vars(copy.copy(it.model.layers[0]))
-            with pytest.raises(InputError, match="cannot be copied or pickled"):
-                copy.deepcopy(it.model.layers[0])
-            access, uses = weakref.ref(inside.engine(pair.module).access), weakref.ref(inside.engine(pair.module).uses)
-            assert access() is not None
-        assert (access(), uses()) == (None, None)
-        assert not any({CALL, "elixir_heard_by"} & {*vars(module)} for module in it.model.modules())
-    finally:
-        gc.enable()
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -262,19 +212,3 @@ def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
     assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
     model.close()
     assert torch._C.ScriptMethod.__call__ is before
-
-
-@pytest.mark.parametrize("form", CHECKPOINTS[1:])
-def test_checkpointing_switched_on_after_wrapping(form: str) -> None:
-    it = case("llama")
-    plain, plan = copy.deepcopy(it.model), plan_of(it)
-    model = ElixirModule(it.model, plan, device="cpu", debug=Debug(poison=True))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (plain, model)]
-    optimizer = ElixirOptimizer(model, optimizers[1])
-    assert train(it, model, optimizer, 1) == train(it, plain, optimizers[0], 1)
-    for each in (plain, it.model):
-        enable_checkpointing(each, form)
-    given = [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)]
-    assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
-    model.close()
-    assert [checkpoint_function(layer) for layer in fetched_as_one(it.model, plan.step)] == given

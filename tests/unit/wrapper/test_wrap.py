@@ -128,42 +128,6 @@ def test_a_correction_that_ends_in_a_closed_module_is_an_error(monkeypatch: pyte
         trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
 
 
-def test_waits_for_the_end_of_an_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = case("opt")
-    monkeypatch.setattr(api, "correct", lambda trace, hardware, plan, seen, optimizer: Correction(mixed(plan), ""))
-    model, optimizer = wrapped(it)
-    before = model.plan
-    for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS):
-        hf_loss(model, it.inp).backward()
-        optimizer.step()  # gradients stay: a caller may want them to
-    hf_loss(model, it.inp).backward()
-    assert model.plan is before
-    with torch.no_grad():
-        model(**it.inp)
-    optimizer.zero_grad()
-    hf_loss(model, it.inp)
-    assert model.plan is not before
-
-
-@pytest.mark.slow
-def test_a_second_plan_that_the_optimizer_cannot_step_by_is_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    it = case("opt")
-
-    def with_other_moments(trace: Any, hardware: Any, plan: Plan, seen: Any, optimizer: str) -> Correction:
-        return Correction(replace(plan, moments="8bit"), "")
-
-    monkeypatch.setattr(api, "correct", with_other_moments)
-    given = torch.optim.SGD(it.model.parameters(), lr=1e-3)
-    model, optimizer = wrapped(it, given)
-    before = model.plan
-    trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
-    assert model.plan is before
-    assert not inside.may_replan(model)
-    assert "8bit" in caplog.text
-
-
 def test_asks_no_longer_where_every_forward_begins_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("opt", layers=1)
     monkeypatch.setattr(api, "correct", lambda *_: pytest.fail("there was no moment between steps"))
@@ -187,19 +151,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Observation]:
 
     monkeypatch.setattr(api, "correct", stay)
     return found
-
-
-def test_counts_the_batches_of_a_step(seen: list[Observation]) -> None:
-    it = case("opt", layers=1)
-    model, optimizer = wrapped(it)
-    for _ in range(api.WARM_UP_STEPS + api.MEASURED_STEPS + 2):
-        for _ in range(3):
-            hf_loss(model, it.inp).backward()
-            with torch.no_grad():
-                model(**it.inp)  # evaluation is no batch
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [one.batches for one in seen] == [3]
 
 
 def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,16 +185,6 @@ def test_a_run_that_is_always_clipped_is_planned_again_without_early_states(monk
     assert model.last_report.early == EarlyCounts()
 
 
-@pytest.mark.parametrize(("max_norm", "kept"), [(None, 1.0), (1e9, 1.0), (1e-6, 0.0)])
-def test_a_plan_without_early_states_learns_whether_they_would_be_kept(
-    max_norm: float | None, kept: float, seen: list[Observation]
-) -> None:
-    it = case("opt", layers=1)
-    model, optimizer = wrapped(it, max_norm=max_norm)
-    trained(model, optimizer, it.inp, api.WARM_UP_STEPS + api.MEASURED_STEPS + 1)
-    assert [one.early.kept for one in seen] == [kept]
-
-
 @pytest.fixture(scope="module")
 def planned() -> tuple[Any, Any, Plan]:
     """A trace, a machine, and a plan with some chunks on the host."""
@@ -274,31 +215,6 @@ def test_several_batches_a_step_are_planned_for_as_such(planned: tuple[Any, Any,
         # Compute is as fast as was foreseen; that there were four batches is why the step took longer.
         assert (scale == pytest.approx(1, rel=0.01)) == (batches == 4)
         assert found.plan is None or found.plan.accumulation == accumulation
-
-
-def test_memory_that_was_too_small_is_made_room_for(planned: tuple[Any, Any, Plan]) -> None:
-    trace, machine, plan = planned
-    more = plan.device_budget_bytes // 20
-    seen = steady(plan, device_peak_bytes=plan.device_budget_bytes + more)
-    found = correct(trace, machine, plan, [steady(plan), seen], "Adam")
-    assert found.plan is not None
-    off = seen.device_peak_bytes - plan.predicted.device_peak_bytes
-    assert found.plan.predicted.device_peak_bytes + off <= plan.device_budget_bytes
-    assert "above" in found.reason
-
-
-def test_a_slow_link_and_a_slow_host_are_seen(planned: tuple[Any, Any, Plan]) -> None:
-    trace, machine, plan = planned
-    fetched = plan.predicted.moved_bytes["host_to_device"]
-    stepped = sum(chunk.numel for chunk in plan.chunks if chunk.state_home == "host")
-    seen = steady(
-        plan, busy_s={"fetch": fetched / 1e6, "offload": 0.0, "host_adam": stepped / 1e5, "refresh": 0.0}, step_s=30.0
-    )
-    found, scale = calibrated(trace, machine, plan, seen)
-    assert found.host_to_device_bytes_per_s == pytest.approx(1e6)
-    assert found.host_adam_numel_per_s == pytest.approx(1e5)
-    assert found.device_to_host_bytes_per_s == machine.device_to_host_bytes_per_s
-    assert scale > 0
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -404,15 +320,6 @@ def test_a_dry_run_of_a_plan_for_something_else_is_refused() -> None:
         api.dry_run(other, adamw(other), plan=plan)
 
 
-def test_options_at_their_defaults_may_stand_next_to_a_plan() -> None:
-    """A script passes on the flags that nobody gave."""
-    plan = make_plan(case("opt"), "streamed")
-    model = tiny("opt")
-    assert api.dry_run(model, adamw(model), plan=plan, device_memory=None, accumulation=1, moments=None) == plan
-    with pytest.raises(InputError, match="leave out device_memory, accumulation, or"):
-        api.dry_run(model, adamw(model), plan=plan, device_memory="1GiB", accumulation=2, host_budget=None)
-
-
 def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,29 +332,6 @@ def test_a_dry_run_refuses_a_plan_without_a_folder_for_its_disk_as_the_run_does(
         with pytest.raises(InputError, match="is no folder"):
             call(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path / "absent")
     assert api.dry_run(it.model, adamw(it.model), hardware="cpu", disk_folder=tmp_path) == found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "family"),
-    [
-        (lambda p: torch.optim.AdamW(p), "AdamW (for-loop)"),
-        (lambda p: torch.optim.Adam(p, fused=True), "Adam"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "AMSGrad"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
-        (lambda p: torch.optim.RMSprop(p, lr=1e-3), "RMSprop"),
-        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9), "Adam (for-loop)"),
-        (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True), "AMSGrad"),
-    ],
-)
-def test_states_are_counted_by_what_the_optimizers_options_keep(make: Any, family: str) -> None:
-    it = case("opt", layers=1)
-    model, optimizer = wrapped(it, make(it.model.parameters()), device_memory="900KiB")
-    assert model.plan.optimizer == family
-    trained(model, optimizer, it.inp, 2)
-    assert model.last_report is not None
-    assert not model.last_report.surprises()
-    assert inside.peak_bytes(model, "host") <= model.plan.predicted.host_step_bytes
 
 
 @pytest.mark.parametrize(("verbose", "lines"), [(True, 10), (None, 3), (False, 0)])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.errors import InputError
 from elixir.wrapper.assemble.origins import SharedBuffers
 
 
@@ -70,38 +69,6 @@ def test_one_rank_and_models_without_buffers_exchange_nothing() -> None:
         shared = buffers_of(model, Answers(0, size=size), lanes)
         shared.before_forward()
         assert shared.of_rank_0() == {}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_buffers_come_in_one_message_for_each_dtype_before_forwards_after_gradients(rank: int) -> None:
-    model, group, lanes = model_of(), Answers(rank), Network()
-    before = dict(model.named_buffers())
-    versions = model.codes._version
-    shared = buffers_of(model, group, lanes)
-    shared.before_forward()
-    assert [(message.dtype, message.numel()) for message in group.sent] == [(torch.float32, 4), (torch.uint8, 11)]
-    assert lanes.waits == 1
-    now = dict(model.named_buffers())
-    assert all(bool((each == rank).all()) for each in now.values())
-    assert [now[name] is before[name] for name in ("codes", "table", "bits", "made")] == [True, True, True, not rank]
-    assert model.codes._version == versions, "a forward may already have saved it"
-    with torch.no_grad():
-        shared.after_forward()
-    shared.before_forward()
-    assert len(group.sent) == 2, "none are due after a forward without gradients"
-    found = shared.of_rank_0()
-    assert set(found) == (set(now.values()) if rank else set())
-    assert all(bool((each == rank).all()) for each in now.values()), "they stay as they are"
-    shared.after_forward()
-    shared.before_forward()
-    assert len(group.sent) == 6
-
-
-def test_a_buffer_that_another_rank_lacks_is_named() -> None:
-    answer = {"kinds of buffers": 0, "different buffers": {"codes": "buffer cpu torch.strided torch.uint8 uint8 [5]"}}
-    shared = buffers_of(model_of(), Answers(1, answer), Network())
-    with pytest.raises(InputError, match=r"^table, bits, made differ between ranks 0 and 1 \(missing and buffer cpu"):
-        shared.before_forward()
 
 
 def test_compute_has_read_what_came_on_another_stream_before_its_memory_is_free(

@@ -14,15 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.hardware import memory as free_memory
-from elixir.hardware.profile import other_device, preset
 from elixir.plan.plan import Plan
-from elixir.search import simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
-from elixir.wrapper.assemble import chunks
 from elixir.wrapper.assemble.weight_source import OwnInitialisation, WeightSource
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, case, hf_loss, make_plan, take_step
+from tests.common.parity import Case, Pair, case, hf_loss, make_plan, take_step
 from tests.common.tiny_models import FAMILIES, tiny
 
 
@@ -64,56 +60,6 @@ def test_initialises_itself_as_on_the_cpu(family: str) -> None:
     assert losses[2] < losses[0]
 
 
-def test_initial_values_depend_on_the_seed_alone() -> None:
-    real, _ = meta_case("gpt2")
-    states = []
-    for mode, seed in (("streamed", 1), ("mixed", 1), ("resident", 1), ("resident", 2)):
-        plan = make_plan(real, mode)
-        torch.manual_seed(seed)
-        module = wrapped(tiny("gpt2", device="meta"), plan)
-        states.append(module.state_dict())
-        module.close()
-    for state in states[1:3]:
-        assert all(torch.equal(value, state[name]) for name, value in states[0].items())
-    assert not torch.equal(states[0]["transformer.wte.weight"], states[3]["transformer.wte.weight"])
-
-
-def test_wrapping_a_model_that_has_its_weights_draws_nothing() -> None:
-    """Later random numbers, dropout above all, are as they would have been without."""
-    it = case("opt")
-    plan = make_plan(it, "streamed")
-    before = torch.get_rng_state()
-    module = ElixirModule(it.model, plan, device="cpu")
-    ElixirOptimizer(module, torch.optim.AdamW(it.model.parameters()))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_optimizer_made_on_meta_trains() -> None:
-    real, meta = meta_case("opt")
-    optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
-    module = wrapped(meta, make_plan(Case(meta, real.inp, hf_loss), "streamed"))  # planned on meta, too
-    before = module.state_dict()
-    mine = ElixirOptimizer(module, optimizer)
-    mine.backward(hf_loss(module, real.inp))
-    mine.step()
-    assert not torch.equal(module.state_dict()["lm_head.weight"], before["lm_head.weight"])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_on_gradients_outlive_meta(mode: str) -> None:
-    real, meta = meta_case("opt")
-    plan, state = make_plan(real, mode), real.model.state_dict()
-    plain = copy.deepcopy(real.model)
-    for model in (meta, plain):
-        weight = model.get_parameter("model.decoder.layers.0.fc1.weight")
-        weight.register_hook(torch.zeros_like).remove()
-        weight.register_hook(lambda gradient: gradient * 3)
-        kept = model.get_parameter("model.decoder.layers.0.fc2.weight").register_hook(torch.zeros_like)
-        del kept
-    with Pair(Case(meta, real.inp, hf_loss), plan, plain=plain, weights=state) as pair:
-        pair.train(2)
-
-
 class Layers(nn.Module):
     """Everything that torch's own modules initialise."""
 
@@ -129,23 +75,6 @@ class Layers(nn.Module):
         x, _ = self.attention(x, x, x)
         x, _ = self.recurrent(x)
         return self.norm(x)
-
-
-@gpu.not_pretended("CUDA's fused cells have no kernel on the CPU")
-@pytest.mark.parametrize("mode", MODES)
-def test_modules_of_torch(mode: str) -> None:
-    torch.manual_seed(0)
-    real = Case(Layers(), {"x": torch.randn(2, 5, 8)}, lambda model, inp: model(**inp).square().mean())
-    with torch.device("meta"):
-        meta = Layers()
-    module = wrapped(meta, make_plan(real, mode))
-    state = module.state_dict()
-    for name, expected in real.model.state_dict().items():
-        assert torch.isfinite(state[name]).all(), name
-        if expected.numel() > 1:
-            assert abs(state[name].float().std() - expected.float().std()) < 0.25, name
-    assert torch.equal(state["convolution.1.running_var"], torch.ones(8))
-    real.loss(module, real.inp).backward()
 
 
 @pytest.mark.sampled
@@ -186,20 +115,6 @@ def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
     real = Case(Shared(), {"x": torch.randn(3, 4)}, lambda model, inp: model(**inp).square().mean())
     state = copy.deepcopy(real.model.state_dict())
     module = wrapped(real.model, make_plan(real, "streamed"), weights=state)
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-
-
-def test_frozen_whole_numbers_are_planned() -> None:
-    real = case("opt", layers=1)
-    real.model.register_parameter("index", nn.Parameter(torch.arange(3), requires_grad=False))
-    (index,) = (chunk for chunk in make_plan(real, "streamed").chunks if chunk.parameters[0].name == "index")
-    assert (index.dtype, index.trainable) == ("int64", False)
-
-
-def test_masters_start_from_unrounded_weights() -> None:
-    real, meta = meta_case("opt")
-    state = real.model.state_dict()
-    module = wrapped(meta, make_plan(real, "streamed", unified_dtype="bfloat16"), weights=state)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
@@ -262,22 +177,6 @@ class Projects(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         return self.out(self.inner(x) @ self.fixed)
-
-
-def test_buffers_of_a_model_that_is_cast_as_a_whole_are_cast_and_come_back() -> None:
-    torch.manual_seed(0)
-    model, inp = Projects(), {"x": torch.randn(8, 16)}
-    plain, fixed = copy.deepcopy(model).bfloat16(), model.fixed.clone()
-    plan = simple_search(
-        model, 1, split_number=2, allocate_factor=0.5, shard_device="cpu", inp=inp,
-        step_fn=lambda m, i: m(i["x"]).sum().backward(), hardware="cpu", unified_dtype=torch.bfloat16,
-    ).plan  # fmt: skip
-    module = ElixirModule(model, plan, device="cpu")
-    assert torch.equal(module(inp["x"]), plain(inp["x"].bfloat16()))
-    module.close()
-    assert torch.equal(model.fixed, fixed), "cast and back it would have lost bits"
-    assert model.fixed.dtype is model.seen.dtype is torch.float32
-    assert model.seen == 1
 
 
 def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:
@@ -352,21 +251,6 @@ def plan() -> Plan:
     return make_plan(case("opt", layers=1), "streamed")
 
 
-def test_a_plan_for_this_device_is_run_without_a_word(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
-    assert made_elsewhere(plan, caplog) == []
-    here = free_memory.cpu_name()
-    measured = dataclasses.replace(plan, hardware_name="mine", device_name=f"{here}, 3 threads")
-    assert made_elsewhere(measured, caplog) == []
-    assert made_elsewhere(dataclasses.replace(plan, hardware_name="mine", device_name=""), caplog) == []
-
-
-def test_a_plan_for_a_gpu_says_so_on_a_cpu(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
-    made = dataclasses.replace(plan, hardware_name="h200", device_name=preset("h200").device_name)
-    (said,) = made_elsewhere(made, caplog)
-    assert f"made for 1 x h200 ({preset('h200').device_name}), but it runs on cpu ({free_memory.cpu_name()})" in said
-    assert "plan again with hardware=" in said
-
-
 def test_a_plan_for_another_machine_of_the_same_kind(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     (said,) = made_elsewhere(dataclasses.replace(plan, hardware_name="lab", device_name="Acme 9000, 64 cores"), caplog)
     assert "made for 1 x lab (Acme 9000, 64 cores), but it runs on cpu" in said
@@ -377,25 +261,3 @@ def test_a_plan_that_needs_more_memory_than_there_is(plan: Plan, caplog: pytest.
     larger = dataclasses.replace(plan.predicted, host_parts=parts, host_peak_bytes=2**50)
     (said,) = made_elsewhere(dataclasses.replace(plan, predicted=larger), caplog)
     assert "it needs 1024.00 TiB of host memory, of which this machine has" in said
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_plan_may_need_all_the_memory_of_a_machine(
-    plan: Plan, more: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "total_host_bytes", lambda: plan.predicted.host_peak_bytes - more)
-    assert len(made_elsewhere(plan, caplog)) == more
-
-
-@gpu.on_the_cpu("the names of devices are made up")
-@pytest.mark.parametrize(
-    ("name", "here", "same"),
-    [
-        ("h200", "NVIDIA H200", True), ("rtx4090", "NVIDIA GeForce RTX 4090", True),
-        ("a100-40gb", "NVIDIA A100-SXM4-40GB", True), ("h200", "NVIDIA A100-SXM4-80GB", False),
-        ("cpu", "NVIDIA H200", False),
-    ],
-)  # fmt: skip
-def test_presets_are_known_by_their_number(name: str, here: str, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "device_name_here", lambda kind: here)
-    assert other_device(name, preset(name).device_name, "cuda") == (None if same else here)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,45 +116,6 @@ def test_the_first_refusal_of_each_part_is_found(name: str) -> None:
     for refusal, (_, says) in zip(found, expected, strict=True):
         assert says in refusal.sentence
         assert refusal.part in ("optimizer", "numbers") or f"{__file__}:" in str(refusal)
-
-
-def test_model_optimizer_generators_and_what_the_step_reaches_stay_as_they_are() -> None:
-    model, optimizer = made()
-    losses: list[float] = []
-    total = torch.zeros(2)
-    model.head.weight.grad = torch.ones(4, 8)  # type: ignore[union-attr]
-
-    def keeps(module: nn.Module, inp: dict[str, Any]) -> None:
-        loss = module(inp["x"]).sum()
-        losses.append(loss.item())
-        total.add_(1)
-        random.random(), np.random.rand()  # noqa: NPY002
-        loss.backward()
-        model.body.weight.grad = torch.ones_like(model.body.weight)  # type: ignore[arg-type, union-attr]
-
-    def state() -> str:
-        drawn = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
-        gradients = [parameter.grad for parameter in model.parameters()]
-        return repr((model.state_dict(), gradients, optimizer.state_dict(), losses, total, INP, drawn))
-
-    before = state()
-    assert refusals(model, optimizer, INP, keeps) == ()
-    assert state() == before
-
-
-def test_a_step_that_draws_its_own_numbers_is_not_refused_and_hooks_leave_nothing() -> None:
-    torch.manual_seed(0)
-    model, generator, calls = Net(), torch.Generator().manual_seed(1), list[int]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-
-    def noisy(model: nn.Module, inp: dict[str, Any]) -> None:
-        model(inp["x"] + torch.randn(4, 8, generator=generator)).square().mean().backward()
-
-    before = generator.get_state()
-    assert refusals(model, optimizer, INP, noisy) == ()
-    assert torch.equal(generator.get_state(), before)
-    assert calls == []
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

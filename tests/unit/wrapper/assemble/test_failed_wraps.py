@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir.access.placeholders import is_absent
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -106,15 +106,6 @@ def test_a_refused_wrap_leaves_the_model_exactly_as_it_was(cause: str, mode: str
     module.close()
 
 
-def test_a_plan_of_another_model_leaves_the_model_exactly_as_it_was() -> None:
-    it = case_of()
-    other = Case(nn.Linear(8, 8), {"input": torch.randn(4, 8)}, lambda model, inp: model(**inp).square().mean())
-    before = state_of(it.model)
-    with pytest.raises(ArtifactError, match="only in the plan"):
-        ElixirModule(it.model, make_plan(other, "streamed"), device="cpu")
-    assert state_of(it.model) == before
-
-
 def failed(it: Case, plan: Plan, error: BaseException, **options: Any) -> BaseException:
     """The error of a wrap that fails in its end."""
     with mock.patch.object(promises, "enter", side_effect=error), pytest.raises(type(error)) as raised:
@@ -142,19 +133,3 @@ def test_a_wrap_that_fails_late_says_that_the_model_must_be_built_again(mode: st
     for read in (lambda: it.model(**it.inp), lambda: it.model.layers[0].weight.sum().item()):
         with pytest.raises(InputError, match=f"reads a weight that is nowhere: {LOST}"):
             read()
-
-
-def test_a_model_on_meta_can_be_wrapped_again_unless_it_had_got_values() -> None:
-    it = case_of()
-    plan, values = make_plan(it, "mixed"), it.model.state_dict()
-    with torch.device("meta"):
-        model = Net()
-    with (
-        mock.patch("elixir.wrapper.engine.BlockPool", side_effect=MemoryError("no pages")),
-        pytest.raises(MemoryError) as raised,
-    ):
-        ElixirModule(model, plan, device="cpu", weights=values)
-    assert not hasattr(raised.value, "__notes__")
-    module = ElixirModule(model, plan, device="cpu", weights=values)
-    assert all(torch.equal(each, values[name]) for name, each in module.state_dict().items())
-    module.close()

@@ -17,11 +17,10 @@ from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.kernels import HybridAdam
-from elixir.memory_order import flattened, is_dense, order_of, shaped
 from elixir.wrapper import ElixirModule
 from tests.common.file_faults import UnsyncedFiles
-from tests.common.parity import MODES, Case, Pair, case, make_plan
-from tests.common.resuming import Lion, Run, differing, two_groups
+from tests.common.parity import Case, case, make_plan
+from tests.common.resuming import Run, differing, two_groups
 
 FILES = UnsyncedFiles()
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -43,69 +42,6 @@ def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: parameter.stride() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("shape", "order"),
-    [
-        ((2, 3, 4, 5), (0, 2, 3, 1)),
-        ((4, 6), (1, 0)),
-        ((2, 1, 5), (2, 0, 1)),
-        ((3, 4), None),
-        ((), None),
-        ((0, 3), None),
-    ],
-)
-def test_an_order_is_read_off_strides_and_leads_there_and_back(
-    shape: tuple[int, ...], order: tuple[int, ...] | None
-) -> None:
-    values = torch.randn(shape)
-    if order is not None:
-        back = [order.index(dim) for dim in range(len(order))]
-        values = values.permute(order).contiguous().permute(back)
-    found = order_of(values.shape, values.stride())
-    assert is_dense(values.shape, values.stride())
-    flat = flattened(values, found)
-    assert flat.data_ptr() == values.data_ptr()
-    assert flat.is_contiguous()
-    assert torch.equal(shaped(flat, shape, found), values)
-    assert shaped(flat, shape, found).is_contiguous() is values.is_contiguous()
-
-
-def test_gaps_and_overlaps_are_no_order() -> None:
-    whole = torch.randn(4, 6)
-    for view in (whole[:, :3], whole[::2], whole[0].expand(4, 6), whole.as_strided((3, 3), (1, 1))):
-        assert not is_dense(view.shape, view.stride())
-
-
-@pytest.mark.parametrize(
-    ("mode", "optimizer"),
-    [
-        pytest.param(mode, optimizer, marks=[] if place == at else pytest.mark.slow)
-        for place, mode in enumerate(MODES)
-        for at, optimizer in enumerate(OPTIMIZERS)
-    ],
-)
-def test_steps_have_the_bits_and_weights_the_layout_of_plain_pytorch(mode: str, optimizer: str) -> None:
-    it = case("laid out")
-    with Pair(it, make_plan(it, mode), optimizer=OPTIMIZERS[optimizer], max_norm=0.5) as pair:
-        wanted = strides(pair.plain)
-        pair.train(4)
-        assert strides(pair.module.module) == wanted, "while they are at home"
-        with pair.module.gathered():
-            assert strides(pair.module.module) == wanted
-        pair.assert_same_weights()
-        state = pair.module.state_dict()
-        assert {name: state[name].stride() for name in wanted} == wanted
-        mine, plain = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
-        for number, kinds in plain.items():
-            for kind, value in kinds.items():
-                if isinstance(value, torch.Tensor):
-                    assert pair.agree(mine[number][kind].cpu(), value.cpu()), (number, kind)
-        pair.module.close()
-        assert strides(pair.module.module) == wanted
-        given_back, plain = pair.module.module.state_dict(), pair.plain.state_dict()
-        assert all(pair.agree(value.cpu(), plain[name].cpu()) for name, value in given_back.items())
-
-
 def test_states_of_another_run_come_by_their_dimensions() -> None:
     it = case("laid out")
     for other in (case("laid out"), contiguous(case("laid out"))):
@@ -121,15 +57,6 @@ def test_states_of_another_run_come_by_their_dimensions() -> None:
                 assert all(torch.equal(value, state[number][kind]) for kind, value in kinds.items())
             mine, theirs = run.module.state_dict(), second.module.state_dict()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_a_model_on_meta_keeps_the_layout_it_was_given() -> None:
-    it = case("laid out")
-    model = copy.deepcopy(it.model).to("meta")
-    weights = {name: value.contiguous() for name, value in it.model.state_dict().items()}
-    module = ElixirModule(model, make_plan(it, "streamed"), device="cpu", weights=weights)
-    assert strides(model) == strides(it.model)
-    assert torch.equal(it.loss(module, it.inp), it.loss(it.model, it.inp))
 
 
 @pytest.mark.parametrize(
@@ -195,30 +122,6 @@ def test_tools_read_a_checkpoint_by_dimensions(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     exported = safetensors.load_file(export_hf(tmp_path / "run", tmp_path / "hf", files=FILES) / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in weights.items())
-
-
-class Spread(Lion):
-    """Keeps a number instead of a whole state."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for weights, state in self.state.items():
-            state["exp_avg"] = torch.zeros(()).expand_as(weights)
-
-
-@pytest.mark.parametrize("mode", ["resident", "streamed"])
-def test_a_state_with_gaps_is_saved_as_what_it_stands_for(mode: str, tmp_path: Path) -> None:
-    it = case("laid out")
-    with Run(it, make_plan(it, "resident"), two_groups(Spread)) as run:
-        run.train(2)
-        save_checkpoint(tmp_path / "run", run.state(), wait=True, files=FILES)
-        wanted = run.optimizer.state_dict()["state"]
-        losses = run.train(2)
-    with Run(it, make_plan(it, mode), two_groups(Spread)) as run:
-        assert load_checkpoint(tmp_path / "run", run.state(), files=FILES).exact
-        for number, state in run.optimizer.state_dict()["state"].items():
-            assert torch.equal(state["exp_avg"], wanted[number]["exp_avg"])
-        assert run.train(2) == losses
 
 
 def test_weights_with_gaps_are_said_to_become_contiguous(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.wrapper.assemble.weight_source import OwnInitialisation, WeightSource, check_weights
+from elixir.wrapper.assemble.weight_source import OwnInitialisation, WeightSource
 
 
 class Sums(nn.Module):
@@ -132,17 +132,3 @@ def test_given_values_replace_weights_and_buffers_that_are_saved(caplog: pytest.
     assert WeightSource(model, rounded, strict=False).parameter("bias").dtype == torch.bfloat16
     with pytest.raises(InputError, match=r"bias must have shape \[2\], the weights given have list"):
         WeightSource(model, {"bias": [1.0, 1.0]}, strict=False).parameter("bias")  # type: ignore[dict-item]
-
-
-def test_names_of_other_models_are_refused_though_some_may_lack() -> None:
-    model = kept()
-    whole = {name: each.clone() for name, each in model.state_dict().items()}
-    assert check_weights(model, whole, strict=True) == (whole, "")
-    for names, strict, said in (
-        (["other"], False, "missing weight, bias, seen, unexpected other"),
-        ([], False, "missing weight, bias, seen, unexpected none"),
-        (["weight", "bias", "seen", "other"], True, "missing none, unexpected other"),
-        (["weight", "bias"], True, "missing seen, unexpected none"),
-    ):
-        with pytest.raises(InputError, match=f"not those of Linear: {said};"):
-            check_weights(model, dict.fromkeys(names, torch.ones(2)), strict=strict)

@@ -46,32 +46,6 @@ def test_all_train_the_model_of_rank_0(only: str) -> None:
     results(3, work)
 
 
-def test_a_state_dict_that_ranks_give_is_that_of_rank_0_and_stays_as_it_is() -> None:
-    expected = built(0.0).state_dict()
-
-    def work(rank: int) -> None:
-        weights = built(float(rank)).state_dict()
-        before = {name: each.clone() for name, each in weights.items()}
-        module = ElixirModule(built(7.0), Situation().plan, device="cpu", weights=weights)
-        assert all(torch.equal(each, expected[name]) for name, each in module.state_dict().items())
-        assert all(torch.equal(each, before[name]) for name, each in weights.items())
-        module.close()
-
-    results(2, work)
-
-
-def test_of_some_given_weights_and_the_rest_of_the_model_all_are_those_of_rank_0() -> None:
-    expected = built(0.0).state_dict() | {"2.weight": built(1.0).state_dict()["2.weight"]}
-
-    def work(rank: int) -> None:
-        weights = {"2.weight": built(1.0 + rank).state_dict()["2.weight"]}
-        module = ElixirModule(built(float(rank)), Situation().plan, device="cpu", weights=weights, strict=False)
-        assert all(torch.equal(each, expected[name]) for name, each in module.state_dict().items())
-        module.close()
-
-    results(2, work)
-
-
 def on_meta(rank: int) -> dict[str, Any]:
     model = built(0.0)
     return {"module": model.to("meta") if rank else model}

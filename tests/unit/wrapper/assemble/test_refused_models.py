@@ -119,15 +119,6 @@ def test_tensors_of_unknown_classes(name: str, place: str) -> None:
             refused()
 
 
-def test_a_cast_of_packed_weights() -> None:
-    model = Net()
-    model.layer.weight = nn.Parameter(model.layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    model.layer.forward = lambda x: x @ model.layer.weight.to(x.dtype) + model.layer.bias  # type: ignore[method-assign]
-    step(model, X)
-    with pytest.raises(InputError, match=r"^layer\.weight is of torch\.float8_e4m3fn, packed, .* cast to bfloat16"):
-        simple_search(model, 1, inp=X, step_fn=step, hardware="cpu", unified_dtype=torch.bfloat16)
-
-
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,19 +131,12 @@ class Blocks(nn.Module):
         return x
 
 
-def compiled_layer(model: Any) -> None:
-    model.blocks[1].compile(backend="eager")
-
-
 def replaced_layer(model: Any) -> None:
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
 
 
 def whole(model: Any) -> None:
     model.compile(backend="eager")
-
-
-COMPILED = [compiled_layer, replaced_layer, whole]
 
 
 def planned(model: nn.Module, where: Any) -> Any:
@@ -183,18 +167,3 @@ def test_compiled_code_put_into_a_wrapped_model(compiled: Callable[[Any], None])
     with pytest.raises((InputError, torch._dynamo.exc.InternalTorchDynamoError), match=said):
         step(later, X)
     later.close()
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("compiled", COMPILED, ids=lambda each: each.__name__)
-def test_compiled_layers_whose_weights_stay_have_the_same_bits(compiled: Callable[[Any], None], before: bool) -> None:
-    plain, model = Blocks(), Blocks()
-    if before:
-        compiled(model)
-    module = ElixirModule(model, planned(model, "cuda"), device="cpu")
-    if not before:
-        compiled(model)
-    for each in (plain, module):
-        step(each, X)
-    gradients = zip(plain.parameters(), model.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in gradients)  # type: ignore[arg-type]

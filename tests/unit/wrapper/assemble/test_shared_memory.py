@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from elixir.errors import InputError
 from elixir.search import simple_search
 from elixir.wrapper import ElixirModule
 from tests.common import gpu
-from tests.common.parity import MODES, Case, Pair, adamw, make_plan, mixed, square_loss, take_step
+from tests.common.parity import MODES, Case, Pair, adamw, make_plan, square_loss, take_step
 
 Share = Callable[["Net"], object]
 
@@ -96,43 +94,6 @@ def test_memory_that_is_shared_has_the_bits_of_plain_pytorch(
         pair.train(1)
 
 
-@pytest.mark.parametrize("kind", KEPT)
-def test_it_stays_shared_in_other_homes_and_is_shared_again_afterwards(kind: str) -> None:
-    it = _case(KEPT[kind])
-    plan = make_plan(it, "streamed", split_number=12)
-    homes: Any = {"resident": True, "weight_home": "device", "state_home": "device"}
-    resident = replace(plan, chunks=tuple(replace(chunk, **homes) for chunk in plan.chunks))
-    pair = Pair(it, resident, plain=_make(KEPT[kind]))
-    pair.train(1)
-    pair.module.rehome(mixed(plan))
-    pair.train(2)
-    pair.module.rehome(resident)
-    pair.train(2)
-    pair.assert_same_weights()
-    model: Any = pair.module.release()
-    tensors = (*model.parameters(), *model.attributes())
-    assert len({each.untyped_storage().data_ptr() for each in tensors}) == sum(1 for _ in model.parameters())
-    with torch.no_grad():
-        for parameter in (*model.parameters(), *pair.plain.parameters()):
-            parameter.mul_(2)
-        assert torch.equal(model(**it.inp), gpu.there(pair.plain, "cpu")(**it.inp))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_attribute_that_was_replaced_is_let_go(mode: str) -> None:
-    """`torch.nn.utils.spectral_norm` replaces one in each forward."""
-    it = _case(KEPT["attribute"])
-    with Pair(it, make_plan(it, mode, split_number=12), plain=_make(KEPT["attribute"])) as pair:
-        pair.train(1)
-        before, other = weakref.ref(it.model.plain), torch.ones(8, 8, device=gpu.DEVICE)
-        for model in (pair.module.module, pair.plain):
-            model.plain = other
-        pair.train(2)
-        pair.assert_same_weights()
-        assert before() is None
-    assert torch.equal(it.model.plain, torch.ones_like(other))  # type: ignore[arg-type]
-
-
 def test_weights_written_between_steps_show_under_both_names() -> None:
     it = _case(KEPT["attribute"])
     with Pair(it, make_plan(it, "streamed", split_number=12), plain=_make(KEPT["attribute"])) as pair:
@@ -192,28 +153,3 @@ def test_two_parameters_in_one_memory_are_refused_by_both_names(kind: str) -> No
         share(it.model)
     with pytest.raises(InputError, match=message):
         ElixirModule(it.model, plan, device=gpu.DEVICE)
-
-
-def test_a_model_that_is_refused_shares_memory_as_before() -> None:
-    it = _case(KEPT["column"])
-    plan = make_plan(it, "streamed", split_number=12)
-    with pytest.raises(InputError, match="missing"):
-        ElixirModule(it.model, plan, device=gpu.DEVICE, weights={"layers.2.weight": torch.zeros(1)})
-    weight = it.model.layers[2].weight
-    with torch.no_grad():
-        weight.mul_(2.0)
-        assert torch.equal(it.model.plain, weight[:, 3])
-    it.loss(it.model, it.inp).backward()
-
-
-def test_parts_of_one_memory_that_do_not_overlap_are_ordinary_weights() -> None:
-    def share(net: Net) -> None:
-        flat = torch.randn(8, 16)
-        net.layers[0].weight.data = flat[:, :8]
-        net.layers[1].weight.data = flat[:, 8:]
-        biases = torch.randn(16)
-        net.layers[0].bias.data, net.layers[1].bias.data = biases[:8], biases[8:]
-
-    it = _case(share)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        pair.train(2)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.errors import InputError
 from elixir.kernels import HybridAdam
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.rules import AdamRule
 from tests.common import gpu, inside
-from tests.common.parity import Case, case, make_plan, mixed, report_of, square_loss
+from tests.common.parity import Case, case, make_plan, mixed
 
 STEPS = 10
 LR = 1e-3
@@ -68,45 +67,3 @@ def test_follows_torch_to_rounding(name: str, mode: str) -> None:
     for key, value in plain.state_dict().items():
         if value.is_floating_point() and not key.endswith("key.bias"):  # their gradient is rounding noise
             assert (state[key] - value).norm() <= 1e-5 * value.norm() + 1e-3 * LR * value.numel() ** 0.5, key
-
-
-def test_saved_options_that_cannot_be_fused_are_refused() -> None:
-    module, optimizer = wrapped(case("opt", layers=1), "streamed", OPTIMIZERS["AdamW"])
-    state = optimizer.state_dict()
-    state["param_groups"][0]["amsgrad"] = True
-    with pytest.raises(
-        InputError, match=r"\(amsgrad=True\) are none with which Adam steps over whole shards; load them"
-    ):
-        optimizer.load_state_dict(state)
-    module.close()
-
-
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit", "float32"])
-def test_several_optimizers_take_as_much_memory_as_one_and_give_its_bits(moments: str, mode: str) -> None:
-    ends = []
-    for number in (1, 2, 4):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-        it = Case(model, {"input": torch.randn(3, 32)}, square_loss)
-        plan = make_plan(it, mode, split_number=2, moments=moments)
-        assert max(len(chunk.parameters) for chunk in plan.chunks) > 2
-        module = ElixirModule(model, plan, device=gpu.DEVICE, use_fused_kernels=True, debug=Debug(poison=True))
-        parameters = list(model.parameters())
-        parts = [parameters[index::number] for index in range(number)]
-        optimizers = [ElixirOptimizer(module, torch.optim.AdamW(part, lr=LR)) for part in parts]
-        for _ in range(3):
-            optimizers[0].backward(it.loss(module, gpu.there(it.inp)))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        report = report_of(module)
-        for what in ("host_peak", "device_buffers"):
-            assert report.observed[what] <= 1.002 * report.predicted[what], (number, what)
-        states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]
-        by_size = sorted(float(state["exp_avg"].double().norm()) for state in states)
-        ends.append((module.state_dict(), by_size, report.observed["host_peak"], report.observed["device_buffers"]))
-        module.close()
-    for weights, *others in ends[1:]:
-        assert others == list(ends[0][1:])
-        assert all(torch.equal(value, ends[0][0][name]) for name, value in weights.items())

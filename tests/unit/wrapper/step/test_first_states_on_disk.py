@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from elixir.chunk.host_buffers import WINDOW, window_kind
+from elixir.chunk.host_buffers import WINDOW
 from elixir.chunk.memory import Memory
 from elixir.kernels import HybridAdam
-from elixir.plan.plan import Plan
-from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.shard import SteppedShard
-from tests.common import gpu, inside
+from tests.common import inside
 from tests.common.on_disk import in_memory, on_disk
-from tests.common.parity import Case, Pair, assert_alike, case, make_plan, square_loss
+from tests.common.parity import Pair, case, make_plan
 from tests.unit.wrapper.step.test_states_on_disk import assert_same
 
 
@@ -175,74 +170,6 @@ def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[Memory
     return Watched
 
 
-def of_one_chunk(plan: Plan) -> Plan:
-    """The largest trained chunk alone has its states on a disk, so the window has one buffer."""
-    sizes = [chunk.numel * chunk.trainable for chunk in plan.chunks]
-    chunks = list(in_memory(plan).chunks)
-    largest = sizes.index(max(sizes))
-    chunks[largest] = replace(chunks[largest], state_home="disk")
-    return replace(plan, chunks=tuple(chunks))
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("disk", "optimizers"), [(on_disk, 1), (on_disk, 2), (of_one_chunk, 1)])
-@pytest.mark.parametrize(
-    ("base", "options"),
-    [
-        (AtOnce, {}),
-        (Late, {}),
-        (torch.optim.RMSprop, {"momentum": 0.9}),
-        pytest.param(torch.optim.Adadelta, {}, marks=pytest.mark.slow),
-        pytest.param(torch.optim.Adagrad, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_states_that_a_class_makes_are_apart_from_the_window_for_one_piece_only(
-    base: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    disk: Callable[[Plan], Plan],
-    optimizers: int,
-    tmp_path: Path,
-) -> None:
-    """Nor those of several optimizers that share chunks."""
-    it = case("gpt2", layers=1)
-    plan = disk(make_plan(it, "streamed"))
-    buffers: list[Memory] = []
-    cls = watched(base, lambda: buffers)
-    weights = list(it.model.parameters())
-    given = [cls(weights[first::optimizers], lr=1e-3, **options) for first in range(optimizers)]
-    module = ElixirModule(it.model, plan, disk_folder=tmp_path)
-    buffers += inside.host_buffers(module, WINDOW)
-    both = [ElixirOptimizer(module, each) for each in given]
-    for _ in range(3):
-        both[0].backward(module(**it.inp).loss)
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-    module.settle()
-    largest = max(slot.numel for chunk in plan.chunks if chunk.state_home == "disk" for slot in chunk.parameters)
-    assert 0 < cls.states_bytes <= 2 * 4 * largest
-    assert {buffer.tensor.nbytes for buffer in buffers} == {window_kind(plan).buffer_bytes}
-
-
-@pytest.mark.parametrize("cls", [AtOnce, Late, functools.partial(torch.optim.RMSprop, momentum=0.9)])
-def test_two_optimizers_of_the_only_chunk_on_a_disk(cls: Any, tmp_path: Path) -> None:
-    """The bits are those of plain PyTorch."""
-    it = case("gpt2", layers=1)
-    plan, plain = of_one_chunk(make_plan(it, "streamed", split_number=1)), gpu.there(copy.deepcopy(it.model))
-    assert max(len(chunk.parameters) for chunk in plan.chunks if chunk.state_home == "disk") > 1
-    theirs = [cls(list(plain.parameters())[first::2], lr=1e-3) for first in range(2)]
-    given = [cls(list(it.model.parameters())[first::2], lr=1e-3) for first in range(2)]
-    module = ElixirModule(it.model, plan, disk_folder=tmp_path)
-    mine = [ElixirOptimizer(module, each) for each in given]
-    for _ in range(4):
-        mine[0].backward(it.loss(module, it.inp))
-        it.loss(plain, gpu.there(it.inp)).backward()
-        for optimizer in (*mine, *theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_alike(module, plain)
-
-
 def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = case("gpt2", layers=1)
     plan = on_disk(make_plan(it, "streamed"))
@@ -266,25 +193,3 @@ def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeyp
         pair.optimizer.load_state_dict(saved)
         assert seen == [True] * count
         assert_same(({}, pair.optimizer.state_dict()), ({}, saved))
-
-
-class Switched(nn.Module):
-    """A layer that only some steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
-        x = self.first(x).tanh()
-        return self.second(x) if both else x
-
-
-def test_a_class_that_counts_its_steps_counts_those_without_a_gradient(tmp_path: Path) -> None:
-    x = torch.randn(4, 32)
-    it = Case(Switched(), {"x": x}, square_loss)
-    plan = on_disk(make_plan(it, "streamed", split_number=2))
-    with Pair(it, plan, optimizer=lambda model: Counting(model.parameters()), disk_folder=tmp_path) as pair:
-        for both in (True, False, False, True, False, True):
-            pair.train(1, {"x": x, "both": both})

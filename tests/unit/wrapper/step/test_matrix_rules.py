@@ -108,14 +108,6 @@ def test_weights_have_the_bits_of_the_class(mode: str, kind: type) -> None:
     theirs[0].load_state_dict(mine[0].state_dict())  # by the names that the class has
 
 
-def test_wrap_plans_it_as_the_family_of_its_rule() -> None:
-    given = case("llama")
-    names = [name for name, each in given.model.named_parameters() if each.ndim == 2 and "layers" in name]
-    plan = dry_run(given.model, optimizers(given.model, names, Own), inp=given.inp, host_budget="1GiB")
-    assert plan.optimizer.startswith("Muon + AdamW")
-    assert sorted(plan.matrices) == sorted(names)
-
-
 class Decayed(Own):
     elixir_rule = OwnRule
 

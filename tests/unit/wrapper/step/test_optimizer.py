@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,8 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from elixir.wrapper.step.elementwise import check_elementwise
 from tests.common import gpu, inside
-from tests.common.parity import Case, Pair, case, hf_loss, make_plan, rehomed, square_loss
-from tests.common.twins import step_alike
+from tests.common.parity import Pair, case, hf_loss, make_plan
 
 
 @pytest.fixture
@@ -53,14 +50,6 @@ class Rows(Lamb2):
                     p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
 
 
-class Numbered(torch.optim.SGD):
-    """Keeps a number of the whole that no step changes."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.interval = 3
-
-
 class MyLBFGS(torch.optim.LBFGS):
     """Derived from one that is refused."""
 
@@ -82,36 +71,6 @@ def test_what_is_not_elementwise_is_refused(make: Callable[..., torch.optim.Opti
         ElixirOptimizer(module, make(list(module.parameters())))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True),
-        lambda p: torch.optim.Adam(p, weight_decay=0.1, foreach=True),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
-        lambda p: torch.optim.RMSprop(p, centered=True),
-        lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
-        lambda p: torch.optim.Adadelta(p),
-        lambda p: torch.optim.Adamax(p),
-        lambda p: torch.optim.NAdam(p),
-        lambda p: torch.optim.RAdam(p),
-        lambda p: torch.optim.Rprop(p),
-        lambda p: torch.optim.ASGD(p),
-        Numbered,
-    ],
-)
-def test_what_is_elementwise_is_taken(make: Callable[..., torch.optim.Optimizer], module: ElixirModule) -> None:
-    optimizer = make(list(module.parameters()))
-    assert isinstance(ElixirOptimizer(module, optimizer), torch.optim.Optimizer)
-
-
-def test_trying_it_out_leaves_the_random_state_and_the_weights_alone(module: ElixirModule) -> None:
-    before, weights = torch.get_rng_state(), module.state_dict()
-    check_elementwise(torch.optim.AdamW, torch.optim.AdamW)
-    ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=1.0))
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
-
-
 def test_arguments_that_make_no_sense(module: ElixirModule) -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     with pytest.raises(InputTypeError, match="ElixirModule"):
@@ -130,13 +89,6 @@ def test_a_parameter_has_one_optimizer(module: ElixirModule) -> None:
     with pytest.raises(InputError, match="2 parameters of the optimizer have an ElixirOptimizer already"):
         ElixirOptimizer(module, torch.optim.AdamW(parameters[1:]))
     ElixirOptimizer(module, torch.optim.SGD(parameters[3:], lr=0.1))
-
-
-def test_groups_are_fixed(module: ElixirModule) -> None:
-    parameters = list(module.parameters())
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(parameters[:-1]))
-    with pytest.raises(InputError, match="cannot be added"):
-        optimizer.add_param_group({"params": parameters[-1:]})
 
 
 def test_a_parameter_that_leaves_its_group_is_not_stepped_in_silence(module: ElixirModule) -> None:
@@ -163,14 +115,6 @@ def test_one_that_has_stepped_is_refused() -> None:
         module.close()
 
 
-def test_a_step_without_gradients_changes_nothing(module: ElixirModule) -> None:
-    before = module.state_dict()
-    optimizer = ElixirOptimizer(module, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5))
-    for _ in range(2):
-        optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
 def test_a_closure_is_run_once_with_gradients_on() -> None:
     it = case("opt", layers=1)
     with Pair(it, make_plan(it, "mixed")) as pair:
@@ -189,15 +133,6 @@ def test_a_closure_is_run_once_with_gradients_on() -> None:
             assert torch.equal(mine, plain)
             pair.optimizer.zero_grad()
             pair.plain_optimizer.zero_grad()
-
-
-def test_gradients_of_streamed_weights_are_taken() -> None:
-    """Gradients leave for the home of the states, so that nothing of their size stays on the device."""
-    it = case("opt", layers=1)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        pair.backward()
-        with torch._C.DisableTorchFunctionSubclass():  # nothing that a user could do: this asks the tensors themselves
-            assert all(parameter.grad is None for parameter in pair.module.parameters())
 
 
 def test_every_scheduler_of_torch_takes_it(module: ElixirModule) -> None:
@@ -280,43 +215,3 @@ def test_a_slow_class_on_the_host_is_said(
     inside.limit(monkeypatch, slow_numel=sum(chunk.numel for chunk in plan.chunks))
     with Pair(it, plan, optimizer=lambda m: torch.optim.AdamW(m.parameters(), **options)):
         assert ("as long as with fused=True" in caplog.text) == told
-
-
-class _Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.never = nn.Linear(8, 6), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.used(x)
-        return found
-
-
-def test_masters_follow_no_weights_that_another_optimizer_has_not_returned() -> None:
-    """Loaded weights are followed once, and not while the other optimizer's step is on its way."""
-    it = Case(_Unused(), {"x": torch.randn(4, 8)}, square_loss)
-    plan = rehomed(make_plan(it, "streamed", split_number=1), "states")
-    plain = copy.deepcopy(it.model).to(gpu.DEVICE)
-    module = ElixirModule(it.model, plan, device=gpu.DEVICE)
-    lanes = inside.lanes(module)
-    both: list[tuple[nn.Module, list[Any]]] = []
-    weights = dict(plain.named_parameters())
-    for model, wrap in (
-        (plain, lambda it: step_alike(it, module, weights)),
-        (module, lambda it: ElixirOptimizer(module, it)),
-    ):
-        parameters = list((plain if model is plain else module.module).parameters())
-        optimizers = [wrap(torch.optim.AdamW(part, lr=1e-3)) for part in (parameters[::2], parameters[1::2])]
-        model.load_state_dict({name: value * 1.01 for name, value in model.state_dict().items()})
-        both.append((model, optimizers))
-    for _ in range(4):
-        for model, optimizers in both:
-            it.loss(model, gpu.there(it.inp)).backward()
-            for optimizer in optimizers:
-                # Masters are written long before the weights that they round to come back.
-                lanes.refresh.submit(lambda: time.sleep(0.02))
-                optimizer.step()
-                optimizer.zero_grad()
-                lanes.host_adam.submit(lambda: None).synchronize()
-    found = module.state_dict()
-    assert not [name for name, value in plain.state_dict().items() if not torch.equal(found[name].cpu(), value.cpu())]

@@ -7,12 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from elixir.chunk.lanes import Lane, ThreadLane
 from elixir.chunk.memory import Memory, Ticket
 from elixir.plan.plan import Plan
-from elixir.wrapper.weight_uses import WeightUses
 from tests.common import inside
 from tests.common.parity import Pair, case, make_plan
 
@@ -69,37 +66,3 @@ def test_the_host_steps_the_next_chunks_while_new_weights_are_on_their_way() -> 
             assert len(updates) > 2
             assert not any(ticket is None or ticket.done() for ticket in updates)
         pair.train(2)
-
-
-def test_what_is_fetched_waits_for_no_new_weights_of_others() -> None:
-    """Used first, and streamed: it must not wait for the updates of all that is used later."""
-    it = case("opt", layers=1)
-    plan = states_on_host(make_plan(it, "streamed"), streamed=1)
-    with Pair(it, plan) as pair:
-        pair.train(1)
-        pair.backward()
-        first = pair.plan.order[0].chunks
-        with held(inside.lane(pair.module, "refresh")) as holding:
-            pair.step()
-            inside.cache(pair.module).acquire(first)
-            assert not holding.done(), "the fetch waited"
-            inside.cache(pair.module).unpin(first)
-        pair.train(2)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
-def test_autograd_saves_by_itself_where_all_weights_stay(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of Python for every tensor that is saved takes longer than many kernels of a GPU."""
-    asked: list[str] = []
-    for name in ("pack", "unpack"):
-        real = getattr(WeightUses, name)
-        monkeypatch.setattr(WeightUses, name, lambda *args, real=real, name=name: asked.append(name) or real(*args))
-    it = case("opt", checkpoint)
-    plan = make_plan(it, "streamed")
-    with Pair(it, states_on_host(plan), max_norm=1.0) as pair:
-        pair.train(3)
-        assert not asked
-        pair.module.rehome(states_on_host(plan, streamed=1))
-        pair.train(2)
-        assert {"pack", "unpack"} <= set(asked)

@@ -156,18 +156,6 @@ def _check(name: str, checkpoint: str, mode: str, dtype: torch.dtype, steps: int
     module.close()
 
 
-@pytest.mark.sampled(every=12)
-@pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), _SAMPLE)
-def test_every_model_once(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
-    _check(name, checkpoint, mode, dtype, steps=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "checkpoint", "mode", "dtype"), [one for one in _EVERY if one not in _SAMPLE])
-def test_every_model(name: str, checkpoint: str, mode: str, dtype: torch.dtype) -> None:
-    _check(name, checkpoint, mode, dtype)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_whose_gradients_overflow_is_left_out(mode: str) -> None:
@@ -188,16 +176,6 @@ def test_a_step_whose_gradients_overflow_is_left_out(mode: str) -> None:
     assert not torch.equal(before["lm_head.weight"], trained["lm_head.weight"])
 
 
-def test_the_norm_of_finite_gradients_is_no_overflow() -> None:
-    """Each element fits float16, their norm does not."""
-    model = nn.Linear(64, 64, bias=False)
-    it = Case(model, {"input": torch.ones(1, 64)}, lambda model, inp: model(**inp).sum())
-    module, optimizer = wrapped(it, "streamed", torch.float16, initial_scale=2.0**14)
-    optimizer.backward(it.loss(module, it.inp))  # 4096 gradients of 16384 each
-    optimizer.step()
-    assert optimizer.loss_scale == 2.0**14
-
-
 def test_the_loss_scale_grows_after_steps_without_overflow() -> None:
     it = case("opt", layers=1)
     module, optimizer = wrapped(it, "streamed", torch.float16, initial_scale=64.0, growth_interval=3)
@@ -206,54 +184,6 @@ def test_the_loss_scale_grows_after_steps_without_overflow() -> None:
         take_step(optimizer, hf_loss(module, it.inp))
         scales.append(optimizer.loss_scale)
     assert scales == [64, 64, 128, 128, 128, 256]
-
-
-class Halves(nn.Module):
-    """Each half has a separate optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lower, self.upper = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.upper(self.lower(input))
-
-
-def test_two_optimizers_are_judged_as_under_one_grad_scaler() -> None:
-    """Each skips its own overflows; the scale is halved if any of them has one, and doubled by steps, not optimizers."""
-    it = Case(Halves(), {"input": torch.ones(1, 8)}, lambda model, inp: model(**inp).sum())
-    plain = copy.deepcopy(it.model)
-    module = ElixirModule(it.model, make_plan(it, "mixed", unified_dtype="float16"), device=gpu.DEVICE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-
-    def sgd(model: Halves) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(half.parameters(), 0.0) for half in (model.lower, model.upper)]
-
-    mine = [ElixirOptimizer(module, each, initial_scale=64.0, growth_interval=2) for each in sgd(it.model)]
-    theirs, stepped = sgd(plain), [False, False]
-    for number, each in enumerate(theirs):
-        each.register_step_post_hook(lambda *_, number=number: stepped.__setitem__(number, True))
-    overflows = [(), (), (), (0,), (), (1,), (), (), (0, 1), (), ()]
-    scales = []
-    for found in overflows:
-        halves = [(model.lower, model.upper) for model in (it.model, plain)]
-        hooks = [pair[half].weight.register_hook(lambda grad: grad / 0) for pair in halves for half in found]
-        mine[0].backward(it.loss(module, it.inp))
-        scaler.scale(it.loss(plain, it.inp)).backward()
-        stepped[:] = [False, False]
-        for own, other in zip(mine, theirs, strict=True):
-            own.step()
-            scaler.step(other)
-        scaler.update()
-        assert [not each.step_was_skipped for each in mine] == stepped
-        assert mine[0].loss_scale == mine[1].loss_scale == scaler.get_scale()
-        for each in (*mine, *theirs):
-            each.zero_grad()
-        for hook in hooks:
-            hook.remove()
-        scales.append(scaler.get_scale())
-    assert scales == [64.0, 128.0, 128.0, 64.0, 64.0, 32.0, 32.0, 64.0, 32.0, 32.0, 64.0]
 
 
 class Counting(nn.Module):
@@ -274,17 +204,6 @@ class Counting(nn.Module):
         return self.linear(self.embed(ids) + x)
 
 
-def test_buffers_are_cast_with_the_model_and_whole_numbers_are_not() -> None:
-    inp = {"ids": torch.arange(4), "x": torch.ones(4, 8, dtype=torch.bfloat16)}
-    it = Case(Counting(), inp, lambda model, inp: model(**inp).float().square().mean())
-    module, optimizer = wrapped(it, "streamed", torch.bfloat16)
-    optimizer.backward(it.loss(module, {"ids": inp["ids"], "x": inp["x"].double()}))
-    optimizer.step()
-    state = module.state_dict()
-    assert torch.equal(state["mean"], torch.full((8,), 1 / 3, dtype=torch.bfloat16) * 0.5 + 0.5)
-    assert state["calls"].item() == 1
-
-
 def test_outputs_are_cast_where_asked() -> None:
     it = case("opt", layers=1)
     plan = make_plan(it, "streamed", unified_dtype=torch.bfloat16)
@@ -292,18 +211,6 @@ def test_outputs_are_cast_where_asked() -> None:
     output = module(**it.inp)
     assert output.logits.dtype == output.loss.dtype == torch.float32
     output.loss.backward()
-
-
-def test_weights_loaded_before_the_optimizer_is_made_are_what_it_steps() -> None:
-    it = case("opt")
-    module = ElixirModule(it.model, make_plan(it, "streamed", unified_dtype=torch.bfloat16), device=gpu.DEVICE)
-    loaded = {name: value * 2 for name, value in module.state_dict().items()}
-    module.load_state_dict(loaded)
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(module.parameters(), lr=0.0))
-    optimizer.backward(hf_loss(module, it.inp))
-    optimizer.step()
-    after = module.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in loaded.items())
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])

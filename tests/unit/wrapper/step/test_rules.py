@@ -58,45 +58,6 @@ def test_neighbours_of_one_group_at_the_same_step_are_stepped_as_one(monkeypatch
     assert torch.equal(out[:12], one.master[:12].bfloat16())
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit"])
-def test_a_step_into_other_states_is_the_step_in_place_and_changes_nothing_else(kind: Any) -> None:
-    rule, shapes = AdamRule(kind, decoupled=True), ((3,), (2,), (700,))
-    one, other = (states_of(rule, shapes) for _ in range(2))
-    gradients = torch.linspace(-1, 1, 705)
-    for states in (one, other):
-        rule.step(states, inputs_of(states, gradients))
-    kept = one.master.clone()
-    into = another(one, rule)
-    one.master.copy_(kept)
-    before = [tensor.clone() for tensor in (one.master, *one.tensors.values())]
-    out, there = (torch.zeros(705, dtype=torch.bfloat16) for _ in range(2))
-    rule.step(one, inputs_of(one, gradients, 0.5), out, into)
-    rule.step(other, inputs_of(other, gradients, 0.5), there)
-    assert all(map(torch.equal, before, (one.master, *one.tensors.values())))
-    assert {float(one.state_of(segment)["step"]) for segment in one.segments} == {1}
-    assert torch.equal(out, there)
-    for tensor, expected in ((into.master, other.master), *((into.tensor(k), other.tensor(k)) for k in other.kinds)):
-        assert torch.equal(tensor, expected)
-    assert {float(into.state_of(segment)["step"]) for segment in into.segments} == {2}
-
-
-def test_a_class_multiplies_gradients_and_leaves_them_as_they_are() -> None:
-    for factor in (1.0, 0.5, torch.tensor(0.5)):
-        rule = class_rule(lambda groups: torch.optim.SGD(groups, lr=1.0))
-        states = states_of(rule, ((3,), (2,)))
-        before, gradient = states.master.clone(), torch.ones(5)
-        inputs = inputs_of(states, gradient, factor, places={0})
-        rule.step(states, inputs)
-        assert (before - states.master).tolist() == [float(factor)] * 3 + [0.0] * 2
-        assert gradient.tolist() == [1] * 5
-        assert [segment.weights.grad for segment in states.segments] == [None, None]
-        with rule.with_gradients(states, inputs.arrived):
-            first, second = (segment.weights.grad for segment in states.segments)
-            assert second is None
-            assert first is not None
-            assert first.data_ptr() == gradient.data_ptr()
-
-
 CLASSES: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
     "amsgrad": lambda groups: torch.optim.Adam(groups, amsgrad=True),
@@ -108,37 +69,6 @@ CLASSES: dict[str, Any] = {
     "Rprop": torch.optim.Rprop,
     **{each.__name__: each for each in (Replacing, Shifting, Swapping, Numbering, Decaying, Stacking)},
 }
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_over_a_shard_has_the_bits_of_the_class_over_weights(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rules, "_FIRST_NUMEL", 7)  # first steps in several pieces
-    rule = class_rule(CLASSES[name])
-    states = states_of(rule)
-    plain = [nn.Parameter(states.master[segment.part].clone()) for segment in states.segments]
-    optimizer = CLASSES[name](plain)
-    for step in range(4):
-        gradients = torch.linspace(-1.0, 1.0 + step, 25)
-        places = {0, 1} if step == 0 else {0, 1, 2}  # the first gradient of one is late
-        for segment, weight in zip(states.segments, plain, strict=True):
-            weight.grad = gradients[segment.part].clone() if segment.place in places else None
-        rule.step(states, inputs_of(states, gradients, places=places))
-        optimizer.step()
-        for segment, weight in zip(states.segments, plain, strict=True):
-            assert torch.equal(states.master[segment.part], weight)
-            if segment.place not in places:
-                continue  # what a constructor makes comes with the first step here
-            theirs = optimizer.state[weight]
-            assert {each.kind for each in states.to_save() if each.name == segment.name} == {
-                kind for kind, value in theirs.items() if kind != "step" and getattr(value, "shape", ()) == weight.shape
-            }
-            for kind in states.kinds_of(segment):
-                assert torch.equal(states.read(kind, segment), theirs[kind])
-            for kind, value in states.numbers(segment).items():
-                same = torch.equal if isinstance(value, torch.Tensor) else lambda one, other: one == other
-                assert same(value, theirs[kind]), kind
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -158,19 +88,6 @@ def test_a_first_step_never_has_the_states_of_a_large_weight_twice(together: boo
     assert states.tensor("momentum_buffer").numel() == states.master.numel()
     rule.step(states, inputs_of(states, torch.ones(states.master.numel())))
     assert made[-1] == states.master.numel()
-
-
-def test_what_a_class_shows_by_trial_is_what_it_keeps() -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert {kind: each.dtype for kind, each in class_rule().kinds(dtype, {0}).items()} == {
-            "exp_avg": dtype,
-            "exp_avg_sq": dtype,
-        }
-    assert class_rule(lambda groups: torch.optim.SGD(groups, lr=1.0)).kinds(torch.float32, {0}) == {}
-    two = user_over(lambda groups: torch.optim.SGD(groups, lr=1.0), {}, {"momentum": 0.5})
-    assert [list(two.kinds(torch.float32, groups)) for groups in ({0}, {1}, {0, 1})] == [
-        [], ["momentum_buffer"], ["momentum_buffer"]
-    ]  # fmt: skip
 
 
 def test_a_state_in_several_dtypes_is_refused() -> None:
@@ -269,14 +186,3 @@ def test_other_options_are_nobody_elses_bits(refused: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(weights, **refused)
     optimizer.param_groups[0]["lr"] = rate
     assert not has_bits_of(optimizer)
-
-
-def test_a_weight_without_a_loaded_state_has_the_one_of_the_constructor() -> None:
-    rule = class_rule(Decaying)
-    states = states_of(rule)
-    rule.step(states, inputs_of(states, torch.ones(25)))
-    assert not (states.tensor("sum") == 1).any()
-    states.load(lambda name: None, lambda: None)
-    rule.begin_anew(states)
-    assert (states.tensor("sum") == 1).all()
-    assert [float(states.state_of(segment)["step"]) for segment in states.segments] == [0.0] * 3

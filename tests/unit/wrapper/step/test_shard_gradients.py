@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.chunk.memory import Memory
 from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.rules import AdamRule, EarlyUpdate, Inputs
-from elixir.wrapper.step.shard import ShardGradients
 from elixir.wrapper.step.update import can_share
-from tests.common.one_shard import another, shard_of, states_of, transposed, weights_of
+from tests.common.one_shard import another, shard_of, states_of, weights_of
 
 
 class Ticket:
@@ -36,54 +34,6 @@ def filled_by(ticket: Any, tensor: torch.Tensor | None = None) -> Memory:
     memory = Memory() if tensor is None else Memory(tensor)
     memory.writer = ticket
     return memory
-
-
-def test_gradients_that_autograd_holds_are_those_of_the_parameters() -> None:
-    first, second, empty = transposed(2, 3), weights_of((2,))[0], nn.Parameter(torch.ones(0))
-    segments = shard_of(first, second)[1]
-    slots: Any = [*(each.slot for each in segments), SimpleNamespace(parameter=empty, numel=0, name="empty")]
-    chunk: Any = SimpleNamespace(plan=SimpleNamespace(update_home="host"))
-    gradients = ShardGradients(chunk, None, slots)
-    assert (gradients.are_at_home, gradients.whole, gradients.changes) == (False, None, 0)
-    assert gradients.of(segments, {"w0", "w1"}) == []
-    assert gradients.empty_with_gradient({"empty"}) == []
-    first.grad = given = torch.zeros(2, 3).t().contiguous().t()
-    empty.grad = torch.ones(0)
-    ((segment, flat),) = gradients.of(segments, ())
-    assert (segment, first.grad is given, flat.data_ptr()) == (segments[0], True, given.data_ptr())
-    first.grad = torch.arange(6.0).view(2, 3)
-    ((segment, flat),) = gradients.of(segments, ())
-    assert flat.tolist() == [0, 3, 1, 4, 2, 5]
-    flat.mul_(2)  # as clipping does
-    assert first.grad.tolist() == [[0, 2, 4], [6, 8, 10]]
-    assert gradients.empty_with_gradient(()) == [empty]
-    assert gradients.with_norms([(segment, flat)]) == [((segment, flat), None)]
-    gradients.forget_norms()
-
-
-@pytest.mark.parametrize("home", ["host", "device"])
-def test_gradients_that_are_brought_home_are_read_once_they_have_arrived(home: str) -> None:
-    first, second, empty = *weights_of((3,), (2,)), nn.Parameter(torch.ones(0))
-    segments, ticket = shard_of(first, second)[1], Ticket()
-    slots: Any = [*(each.slot for each in segments), SimpleNamespace(parameter=empty, numel=0, name="empty")]
-    chunk: Any = SimpleNamespace(plan=SimpleNamespace(update_home=home))
-    memory = filled_by(ticket, torch.arange(5.0))
-    brought: Any = SimpleNamespace(memory=memory, changes=4, norms=None)
-    gradients = ShardGradients(chunk, brought, slots)
-    assert (gradients.are_at_home, gradients.whole is memory.tensor, gradients.changes) == (True, True, 4)
-    ((segment, flat),) = arrived = gradients.of(segments, {"w1"})
-    assert (segment, flat.tolist()) == (segments[1], [3, 4])
-    empty.grad = torch.ones(0)
-    assert gradients.empty_with_gradient({"w1"}) == []
-    assert gradients.empty_with_gradient({"empty"}) == [empty]
-    assert gradients.with_norms(arrived) == [(arrived[0], None)]
-    assert ticket.waits == (["compute", "this thread"] if home == "host" else ["compute"])
-    norms, waited = [torch.ones(()), torch.zeros(())], []
-    brought.norms = SimpleNamespace(wait=lambda: waited.append(1), of=norms.__getitem__)
-    assert gradients.with_norms(arrived)[0][1] is norms[1]
-    assert (waited, len(ticket.waits)) == ([1], 2 if home == "host" else 1)
-    gradients.forget_norms()
-    assert brought.norms is None
 
 
 def inputs(factor: Any, *gradients: torch.Tensor, in_place: bool = True, **options: Any) -> Inputs:
@@ -156,15 +106,3 @@ def test_an_early_update_computes_new_states_after_what_it_waits_for() -> None:
     later.discard()
     later.run(None, forms)
     assert len(forms) == 1
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_an_early_update_that_fails_gives_the_old_states(rounded: bool) -> None:
-    ticket = Ticket(MemoryError("made by a test"))
-    old, new, early = early_of([ticket])
-    if not rounded:
-        early.rounded = None
-    with pytest.raises(MemoryError, match="made by a test"):
-        early.run(None, deque())
-    assert torch.equal(new.master, old.master)
-    assert float(new.weights[0]) == (7.0 if rounded else 0.0)

@@ -13,18 +13,15 @@ from elixir.chunk.chunk import ShardPart, Slot
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
-from elixir.wrapper.step.states import Segment, SmallStates, States, StateTensor, cut_segments, own_ranges, small_states
+from elixir.wrapper.step.states import Segment, SmallStates, States, StateTensor, own_ranges
 from tests.common import inside
 from tests.common.one_shard import (
     Saved,
-    another,
     class_rule,
     inputs_of,
     memory,
     sgd,
-    shard_of,
     states_of,
-    transposed,
     weights_of,
 )
 
@@ -56,46 +53,6 @@ def load(states: States, saved: Saved) -> set[str]:
 
 
 # --- what there is -------------------------------------------------------------------------------------------------
-
-
-def test_elementwise_states_are_shown_apart_from_the_others() -> None:
-    states = of_class(sgd)
-    for segment in states.segments[:2]:
-        states.put(segment, ["momentum_buffer"], {"step": torch.tensor(1.0 - segment.place), "count": 4})
-    states.part("momentum_buffer", states.segments[0]).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    (shown,) = states.to_save()
-    assert (shown.kind, shown.name, shown.region, shown.start) == (
-        "momentum_buffer",
-        "w0",
-        "momentum_buffer float32",
-        0,
-    )
-    assert shown.values(1, 3).tolist() == [2, 3]
-    assert states.numbers(states.segments[0]) == {"step": torch.tensor(1.0), "count": 4}
-    assert states.kinds_of(states.segments[2]) == []
-
-
-@pytest.mark.parametrize(
-    ("numbers", "expected"),
-    [
-        ({"rows": torch.ones(2)}, r"'rows' of w0 has shape \[2\], neither that of its weights nor a number"),
-        ({"step": 1.5}, "'step' of w0 is 1.5, expected a whole number"),
-        ({"text": "words"}, "'text' of w0 is a str, which cannot be saved"),
-        ({"step": torch.tensor(2.0)}, SmallStates(step=2)),
-        (
-            {"step": 2, "count": torch.tensor(4), "none": None, "half": 0.5},
-            SmallStates(step=2, others={"step": 2, "count": ("int64", 4), "half": 0.5}),
-        ),
-    ],
-)
-def test_numbers_are_saved_as_what_they_are_or_refused(numbers: dict[str, Any], expected: Any) -> None:
-    states = of_class(sgd)
-    states.put(states.segments[0], [], numbers)
-    if isinstance(expected, str):
-        with pytest.raises(InputError, match=expected):
-            small_states(states)
-    else:
-        assert small_states(states) == {"w0": expected}
 
 
 def test_states_that_a_class_has_made_elsewhere_are_moved_to_their_place() -> None:
@@ -137,58 +94,7 @@ def test_scales_have_a_place_for_each_block() -> None:
     assert sorted(set(found.tolist())) == pytest.approx([3.0, 4.0])
 
 
-def test_only_trained_parameters_of_the_optimizer_have_segments() -> None:
-    first, second, third = weights_of((2,), (), (3,))
-    held = shard_of(first, second, third)[1]
-    assert [segment.weights.shape for segment in held] == [(2,), (1,), (3,)]
-    second.requires_grad_(False)
-    chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in held})
-    assert [each.name for each in cut_segments(chunk, torch.zeros(6), {second: 0, third: 1})] == ["w2"]
-    (segment,) = cut_segments(chunk, torch.arange(6.0), {third: 1})
-    assert (segment.group, segment.weights.tolist(), segment.start) == (1, [3, 4, 5], 3)
-
-
-def test_a_gap_belongs_to_the_parameter_before_it_and_a_frozen_one_to_its_optimizer() -> None:
-    weights = weights_of((3,), (5, 4), (2,))
-    held = shard_of(*weights, first=1)[1]
-    chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in held}, shard_numel=32)
-    weights[1].requires_grad_(False)
-    first, second, third = weights
-    for own, expected in (
-        ((first, second, third), [slice(0, 32)]),
-        ((first, second), [slice(0, 22)]),
-        ((first, third), [slice(0, 2), slice(22, 32)]),
-        ((third,), [slice(22, 32)]),
-        ((), []),
-    ):
-        assert own_ranges(chunk, dict.fromkeys(own, 0)) == expected
-    chunk.held = {}  # padding alone, as the last rank may have it
-    assert own_ranges(chunk, {first: 0}) == []
-
-
 # --- loading -------------------------------------------------------------------------------------------------------
-
-
-def test_loaded_states_have_the_dtype_of_the_class_and_a_note_says_so() -> None:
-    states = of_class()
-    note = "moments saved in {} are kept in float32 here, to the nearest value"
-    for dtype in (torch.bfloat16, torch.float64):
-        name = str(dtype).removeprefix("torch.")
-        assert load(states, saved_adam(states, dtype)) == {note.format(name)}
-    assert load(states, saved_adam(states)) == set()
-    found = states.state_of(states.segments[0])
-    assert (found["exp_avg"].tolist(), found["exp_avg_sq"].tolist()) == ([0.5] * 3, [1.5] * 3)
-    assert [states.has_stepped(segment) for segment in states.segments] == [True, True, False]
-    assert float(states.tensor("exp_avg")[-2:].sum()) == 0.0
-    load(states, Saved({}))
-    assert not any(map(states.has_stepped, states.segments))
-
-
-def test_a_class_keeps_saved_states_that_its_options_do_not_make() -> None:
-    states = of_class(lambda groups: torch.optim.SGD(groups, lr=0.5))
-    assert states.kinds == {}
-    load(states, Saved({"w1": {"momentum_buffer": torch.full((5, 4), 2.0)}}))
-    assert states.state_of(states.segments[1])["momentum_buffer"].tolist() == [2.0] * 20
 
 
 @pytest.mark.parametrize(
@@ -206,28 +112,6 @@ def test_counts_of_steps_have_the_dtype_of_torch(wide: bool, fused: bool, dtype:
     assert states.state_of(states.segments[0])["step"].dtype == dtype
 
 
-def test_numbers_come_back_as_what_they_were() -> None:
-    states = of_class(sgd, (3,), (1,))
-    others = {"count": ("int64", 4), "half": 0.5, "on": True}
-    load(states, Saved({}, w0=SmallStates(step=2, others=others), w1=SmallStates(step=5, others={"step": 5})))
-    first, second = (states.state_of(segment) for segment in states.segments)
-    assert (float(first["step"]), first["half"], first["on"]) == (2.0, 0.5, True)
-    assert (first["count"].item(), first["count"].dtype) == (4, torch.int64)
-    assert (second, type(second["step"])) == ({"step": 5}, int)
-    load(states, Saved({}, w1=SmallStates(others={"half": 0.5})))
-    assert (states.state_of(states.segments[0]), states.state_of(states.segments[1])) == ({}, {"half": 0.5})
-
-
-def test_loaded_states_of_weights_in_another_order_are_those_of_their_elements() -> None:
-    master, segments = shard_of(transposed(2, 3))
-    rule = class_rule(sgd)
-    states = States(master, segments, rule.kinds(master.dtype, {0}), [slice(0, 6)], memory)
-    rule.attach(states)
-    for given in (torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).t().contiguous().t()):
-        load(states, Saved({"w0": {"momentum_buffer": given}}, (1, 0)))
-        assert states.state_of(segments[0])["momentum_buffer"].tolist() == [0, 3, 1, 4, 2, 5]
-
-
 def test_saved_moments_become_codes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.limit(monkeypatch, converted_numel=512)
     states = of_adam("8bit", ((1536,), (300,)))
@@ -240,23 +124,6 @@ def test_saved_moments_become_codes_piece_by_piece(monkeypatch: pytest.MonkeyPat
 
 
 # --- copying -------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_has_no_states_that_are_gone() -> None:
-    rule = class_rule(sgd)
-    states = states_of(rule, ((3,), (2,)))
-    other = another(states, rule)
-    states.put(states.segments[0], ["momentum_buffer"], {"count": torch.ones(()), "rows": torch.ones(2)})
-    states.part("momentum_buffer", states.segments[0]).fill_(1)
-    other.put(other.segments[0], [], {"old": 3})
-    other.put(other.segments[1], [], {"old": 3})
-    other.become(states)
-    found = other.state_of(other.segments[0])
-    assert list(found) == ["momentum_buffer", "count", "rows"]
-    assert (found["momentum_buffer"].tolist(), found["count"].item()) == ([1, 1, 1], 1)
-    assert found["count"] is not states.state_of(states.segments[0])["count"]
-    assert other.state_of(other.segments[1]) == {}
-    assert torch.equal(other.master, states.master)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,31 +160,3 @@ def divided(rule: AdamRule, own: tuple[int, ...]) -> States:
     chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in segments}, shard_numel=1536)
     ranges = own_ranges(chunk, {weights[place]: 0 for place in own})
     return States(master, [segments[place] for place in own], rule.kinds(master.dtype, {0}), ranges, memory)
-
-
-@pytest.mark.parametrize("moments", KINDS)
-def test_several_optimizers_divide_a_shard_and_step_it_to_the_bits_of_one(moments: Any) -> None:
-    rule, gradients = AdamRule(moments, decoupled=True), torch.linspace(-1.0, 1.0, 1536)
-    one, *others = (divided(rule, own) for own in ((0, 1, 2, 3), (1,), (0, 2), (3,)))
-    for states in (one, *others):
-        for _ in range(2):
-            rule.step(states, inputs_of(states, gradients, 0.5))
-    assert [states.tensor("exp_avg").numel() for states in (one, *others)] == [1536, 256, 1024, 256]
-    assert sum(tensor.nbytes for states in others for tensor in states.tensors.values()) == sum(
-        tensor.nbytes for tensor in one.tensors.values()
-    )
-    shown = {(each.name, each.kind): each.tensor for each in one.to_save()}
-    for states in others:
-        second = states.like(states.master.clone(), states.segments, memory)
-        second.copy_from(states)
-        loaded = divided(rule, tuple(segment.place for segment in states.segments))
-        loaded.load(one.saved(), lambda: None)
-        for found in (states, second, *([] if moments == "8bit" else [loaded])):
-            for each in found.to_save():
-                assert torch.equal(each.tensor, shown[each.name, each.kind]), (each.name, each.kind)
-        for segment in states.segments:
-            assert torch.equal(states.master[segment.part], one.master[segment.part])
-        out, into = states.master.clone(), states.like(states.master.clone(), states.segments, memory)
-        rule.step(states, inputs_of(states, gradients, together=False), out, into)
-        rule.step(states, inputs_of(states, gradients, together=False))
-        assert all(torch.equal(states.tensor(kind), into.tensor(kind)) for kind in states.kinds)

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.chunk.lanes import Emulation
-from elixir.errors import DiskError, InputError, StateError
+from elixir.errors import DiskError, StateError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
 from tests.common import inside
-from tests.common.early import all_early, chain
-from tests.common.on_disk import BrokenDisk, CountedDisk, in_memory, on_disk
-from tests.common.parity import Case, Pair, case, make_plan, report_of, take_step
+from tests.common.early import all_early
+from tests.common.on_disk import BrokenDisk, in_memory, on_disk
+from tests.common.parity import Case, Pair, case, make_plan, take_step
 from tests.common.spawn import child
 
 OPTIMIZERS: dict[str, Any] = {
@@ -80,42 +79,6 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(
-    ("dtype", "moments", "fused"),
-    [
-        (None, "float32", True),
-        ("bfloat16", "bfloat16", True),
-        ("bfloat16", "8bit", True),
-        ("bfloat16", "float32", False),
-    ],
-)
-def test_same_bits_and_states_as_in_memory_and_the_bytes_of_the_plan(
-    dtype: str | None, moments: str, fused: bool, tmp_path: Path
-) -> None:
-    plan = make_plan(case("llama"), "streamed", unified_dtype=dtype, moments=moments)
-    delays = Debug(poison=True, emulation=Emulation(delay_s=0.001, seed=3))
-    with_memory, its_optimizer = run(case("llama"), in_memory(plan), use_fused_kernels=fused, debug=delays)
-    disk = CountedDisk(piece_bytes=8192)
-    delays = Debug(poison=True, emulation=Emulation(delay_s=0.001, seed=3), files=disk)
-    module, optimizer = run(case("llama"), on_disk(plan), use_fused_kernels=fused, disk_folder=tmp_path, debug=delays)
-    report = report_of(module)
-    for name in ("disk_read", "disk_write", "disk_peak"):
-        assert report.observed[name] == report.predicted[name] > 0
-    assert report.observed["host_peak"] <= report.predicted["host_peak"]
-    module.settle()
-    disk.moved.update(read=0, write=0)
-    it = case("llama")
-    take_step(optimizer, module(**it.inp).loss)
-    module.settle()
-    assert disk.moved == {"read": report.predicted["disk_read"], "write": report.predicted["disk_write"]}
-    take_step(its_optimizer, with_memory(**it.inp).loss)
-    assert_same(module.state_dict(), with_memory.state_dict())
-    assert_same(optimizer.state_dict(), its_optimizer.state_dict())
-    module.close()
-    with_memory.close()
-
-
 def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) -> None:
     plan = make_plan(case("gpt2"), "streamed", unified_dtype="bfloat16")
     module, optimizer = run(case("gpt2"), on_disk(plan), disk_folder=tmp_path)
@@ -140,52 +103,7 @@ def test_weights_that_are_written_reach_the_masters_on_the_disk(tmp_path: Path) 
         pass
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum"])
-def test_states_of_weights_without_a_gradient_stay_on_the_disk(name: str, tmp_path: Path) -> None:
-    it = chain()
-    plan = on_disk(make_plan(it, "streamed", split_number=4))
-    with Pair(it, plan, optimizer=OPTIMIZERS[name], disk_folder=tmp_path) as pair:
-        pair.train(2)
-        (resting,) = (
-            chunk for chunk in inside.chunks(pair.module) if any("layers.1." in slot.name for slot in chunk.slots)
-        )
-        assert resting.stored is not None
-        moved = []
-        for skip in (None, 1):
-            pair.module.settle()
-            pair.backward({**it.inp, "skip": skip})
-            pair.step()
-            report = pair.module.last_report or pytest.fail("nothing was reported")
-            moved.append(report.observed["disk_read"])
-        assert moved[0] - moved[1] == resting.stored.used_bytes
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
-def test_states_move_between_disk_and_memory(name: str, tmp_path: Path) -> None:
-    it = case("gpt2")
-    plan = make_plan(it, "streamed")
-    with Pair(it, on_disk(plan), optimizer=OPTIMIZERS[name], disk_folder=tmp_path) as pair:
-        for there in (on_disk(plan, 2), in_memory(plan), on_disk(plan), on_disk(plan)):
-            pair.train(2)
-            pair.module.rehome(there)
-            pair.assert_same_weights()
-        pair.train(2)
-        pair.assert_same_weights()
-        report = report_of(pair.module)
-        assert report.observed["disk_peak"] == report.predicted["disk_peak"]
-
-
 # --- what fails ----------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_with_a_disk_asks_for_a_folder(tmp_path: Path) -> None:
-    it = case("gpt2")
-    plan = on_disk(make_plan(it, "streamed"))
-    with pytest.raises(InputError, match="disk_folder="):
-        ElixirModule(it.model, plan)
-    with pytest.raises(InputError, match="is no folder"):
-        ElixirModule(it.model, plan, disk_folder=tmp_path / "missing")
 
 
 def test_a_full_disk_is_told_before_training(tmp_path: Path) -> None:
@@ -225,33 +143,6 @@ def test_a_disk_that_fails_stops_the_training_and_weights_can_be_saved(way: str,
 
 
 # --- checkpoints and kills -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "moments", "fused"),
-    [("bfloat16", "8bit", True), pytest.param(None, "float32", False, marks=pytest.mark.slow)],
-)
-def test_a_checkpoint_of_states_on_a_disk_goes_on_in_memory_and_back(
-    dtype: str | None, moments: str, fused: bool, tmp_path: Path
-) -> None:
-    """Saved while training goes on, without memory for copies: each step waits until its chunk is written."""
-    plan = make_plan(case("gpt2"), "streamed", unified_dtype=dtype, moments=moments)
-    module, optimizer = run(case("gpt2"), on_disk(plan), use_fused_kernels=fused, disk_folder=tmp_path)
-    expected = module.state_dict(), optimizer.state_dict()
-    saving = save_checkpoint(tmp_path / "saved", {"model": module, "optimizer": optimizer})
-    it = case("gpt2")
-    for _ in range(2):
-        take_step(optimizer, module(**it.inp).loss)
-    later = module.state_dict(), optimizer.state_dict()
-    saving.wait()
-    for homes in (in_memory(plan), on_disk(plan, 2)):
-        other, its = run(case("gpt2"), homes, steps=1, use_fused_kernels=fused, disk_folder=tmp_path)
-        load_checkpoint(tmp_path / "saved", {"model": other, "optimizer": its})
-        assert_same((other.state_dict(), its.state_dict()), expected)
-        for _ in range(2):
-            take_step(its, other(**it.inp).loss)
-        assert_same((other.state_dict(), its.state_dict()), later)
-        other.close()
 
 
 MOMENTS = 50

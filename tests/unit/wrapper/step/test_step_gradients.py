@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,37 +56,6 @@ class Parts:
 
 
 @pytest.mark.parametrize(
-    ("held", "by_autograd", "mixed"),
-    [((), (), False), (("w2",), (2,), False), (("w1",), (), True), ((), (0,), True)],
-)
-def test_gradients_of_two_loss_scales_are_mixed_if_some_are_left(
-    held: tuple[str, ...], by_autograd: tuple[int, ...], mixed: bool
-) -> None:
-    parts = Parts()
-    gradients = parts.gradients
-    assert gradients.scale == 8.0
-    parts.held = set(held)
-    parts.set(*by_autograd)
-    for _ in range(2):
-        gradients.scaled(4.0)
-        assert (gradients.scale, gradients.are_mixed) == (4.0, False)
-    for _ in range(2):
-        gradients.scaled(2.0)
-        assert (gradients.scale, gradients.are_mixed) == (2.0, mixed)
-    gradients.cleared()
-    assert (gradients.scale, gradients.are_mixed) == (8.0, False)
-
-
-def test_groups_with_a_gradient_on_any_rank_are_stepped() -> None:
-    parts = Parts()
-    assert parts.gradients.stepped_groups() == set()
-    parts.gradients.used = {"w0", "w2"}
-    assert parts.gradients.stepped_groups() == {0}
-    parts.set(1, 2)
-    assert parts.gradients.stepped_groups() == {0, 1}
-
-
-@pytest.mark.parametrize(
     ("ordinary", "trainable", "requires_grad", "has_gradient", "error"),
     [
         (True, True, True, True, ""),
@@ -110,26 +78,6 @@ def test_gradients_that_no_step_would_use_are_refused(
         return
     with pytest.raises(InputError, match=error):
         parts.gradients.refuse_unseen()
-
-
-def test_one_rank_uses_the_gradients_that_have_arrived(caplog: pytest.LogCaptureFixture) -> None:
-    parts = Parts()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            parts.gradients.agree(stepping=True)
-    assert parts.gradients.used == {"w0"}
-    assert (parts.sent, parts.kept, caplog.text.count("step() found no gradients on this rank")) == ([], [], 1)
-    parts.held = {"w0"}
-    parts.gradients.agree()
-    with pytest.raises(
-        InputError, match=r"divides float16 gradients by the loss scale, 8, but these were made by loss"
-    ):
-        parts.gradients.agree(stepping=True)
-    parts.gradients.scaled(8.0)
-    parts.gradients.agree(stepping=True)
-    parts.gradients.cleared()
-    parts.engine.loss_scale.used = False
-    parts.gradients.agree(stepping=True)
 
 
 def test_ranks_use_what_any_of_them_has_and_need_the_same_options() -> None:

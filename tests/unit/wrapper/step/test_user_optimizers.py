@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import elixir
 from elixir.errors import InputError, StepError
-from elixir.optimizer_states import family_of
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from elixir.wrapper.step.user_optimizer import check_optimizer
@@ -21,7 +18,7 @@ from tests.common import gpu, inside
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
 from tests.common.on_disk import on_disk
-from tests.common.parity import MODES, Pair, make_plan, mixed
+from tests.common.parity import MODES, Pair, make_plan
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -60,45 +57,6 @@ def test_numbers_in_groups_go_on_from_step_to_step(make: Make, where: str, tmp_p
         pair.assert_same_weights()
         for mine, plain in zip(_groups(pair.optimizer), _groups(pair.plain_optimizer), strict=True):
             assert {key: value for key, value in plain.items() if key != "known"}.items() <= mine.items()
-
-
-def test_numbers_in_groups_are_saved_loaded_and_moved(tmp_path: Path) -> None:
-    """A run that goes on from a state dict, a checkpoint or in other homes is the run that was not stopped."""
-    it = chain()
-    streamed = make_plan(it, "streamed")
-    with Pair(it, mixed(streamed), optimizer=lambda model: own.Counting(model.parameters())) as pair:
-        parts = {"model": pair.module, "optimizer": pair.optimizer}
-        pair.train(3)
-        elixir.save_checkpoint(tmp_path / "run", parts, wait=True)
-        saved, weights = pair.optimizer.state_dict(), copy.deepcopy(pair.plain.state_dict())
-        pair.plain_optimizer.load_state_dict(copy.deepcopy(saved))
-        pair.train(2)
-        elixir.load_checkpoint(tmp_path / "run", parts)
-        for load in (lambda: None, lambda: pair.optimizer.load_state_dict(saved)):
-            load()
-            assert pair.optimizer.param_groups[0]["step"] == 3
-            pair.module.load_state_dict(weights)
-            pair.plain.load_state_dict(weights)
-            pair.plain_optimizer.load_state_dict(copy.deepcopy(saved))
-            pair.train(2)
-            pair.module.rehome(streamed)
-            pair.train(1)
-            pair.assert_same_weights()
-
-
-def test_a_group_without_gradients_does_not_count() -> None:
-    it = chain()
-
-    def halves(model: torch.nn.Module) -> torch.optim.Optimizer:
-        layers: Any = model.layers
-        return own.Counting([{"params": layers[index].parameters()} for index in range(4)])
-
-    with Pair(it, make_plan(it, "mixed"), optimizer=halves) as pair:
-        for skipped in (None, 1, 1, 2, None):
-            pair.backward({**it.inp, "skip": skipped})
-            pair.step()
-        pair.assert_same_weights()
-        assert [group["step"] for group in pair.optimizer.param_groups] == [5, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -250,14 +208,3 @@ def test_a_compiled_function_calls_the_step_as_it_is() -> None:
             step()
             pair.plain_optimizer.step()
             pair.plain_optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("make", [own.Counting, own.Memo])
-def test_planning_and_wrapping_leave_the_groups_as_they_are(make: Make) -> None:
-    it = chain()
-    plain = make(it.model.parameters())
-    before = copy.deepcopy(_groups(plain))
-    assert family_of(plain) in ("SGD", "Adagrad")
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    ElixirOptimizer(module, plain)
-    assert _groups(plain) == before

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, make_plan, square_loss, take_step
+from tests.common import gpu
+from tests.common.parity import MODES, Case, Pair, make_plan, square_loss
 
 Write = Callable[[nn.Parameter], object]
 
@@ -102,73 +102,6 @@ def test_with_write_it_is_alike_everywhere(mode: str) -> None:
             assert torch.equal(pair.module.state_dict()[name], plain.cpu()), (how, name)
         pair.exact = gpu.has_cpu_kernels()  # a GPU multiplies by transposed memory in another order
         pair.train(2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_what_was_asked_for_is_written(mode: str) -> None:
-    """Whichever weights share its chunk."""
-    with make_pair(mode) as pair:
-        model = pair.module.module
-        asked = weight(model, "layers.2.weight")
-        chunk = next(c for c in inside.chunks(pair.module) if any(slot.parameter is asked for slot in c.slots))
-        others = [slot.parameter for slot in chunk.slots]
-        assert len(others) > 1
-        with pair.module.gathered([asked], write=True), torch.no_grad():
-            for parameter in others:
-                with contextlib.suppress(InputError):
-                    parameter.data.add_(1) if parameter is asked else parameter.data.mul_(2)
-            for parameter in others:
-                if parameter is not asked:
-                    with contextlib.suppress(InputError):
-                        parameter.zero_()
-        with torch.no_grad():
-            weight(pair.plain, "layers.2.weight").add_(1)
-        pair.assert_same_weights()
-        pair.train(1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_exception_leaves_the_weights_as_they_were(mode: str) -> None:
-    with make_pair(mode) as pair:
-        with contextlib.suppress(ZeroDivisionError), pair.module.gathered(write=True), torch.no_grad():
-            for parameter in pair.module.module.parameters():
-                parameter.add_(1)
-            raise ZeroDivisionError
-        pair.assert_same_weights()
-        pair.train(1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_inside_another(mode: str) -> None:
-    with make_pair(mode) as pair:
-        mine = [weight(pair.module.module, f"layers.{index}.weight") for index in (0, 3)]
-        with pair.module.gathered(), torch.no_grad():
-            with pair.module.gathered(mine[:1], write=True):
-                mine[0].add_(1)
-            assert torch.equal(mine[0].detach().cpu(), weight(pair.plain, "layers.0.weight").cpu() + 1)
-            with contextlib.suppress(InputError):
-                mine[1].add_(1)
-        with torch.no_grad():
-            weight(pair.plain, "layers.0.weight").add_(1)
-        pair.assert_same_weights()
-        pair.train(1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_masters_follow_what_was_written_and_only_that(mode: str) -> None:
-    with make_pair(mode, "bfloat16", alike=False) as pair:
-        take_step(pair.optimizer, square_loss(pair.module, pair.case.inp))
-        before = pair.module.state_dict()
-        with pair.module.gathered():
-            for parameter in pair.module.module.parameters():
-                parameter.data.zero_()
-        after = pair.module.state_dict()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-        with pair.module.gathered(write=True), torch.no_grad():
-            weight(pair.module.module, "layers.1.weight")[0].fill_(0.5)
-        before["layers.1.weight"][0] = 0.5
-        after = pair.module.state_dict()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, adamw, case, make_plan, square_loss, take_step
+from tests.common.parity import MODES, Pair, case, make_plan, take_step
 
 
 @pytest.fixture(params=MODES)
@@ -100,22 +99,6 @@ def test_the_inner_model_gives_full_values(pair: Pair) -> None:
     pair.train(1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_inner_model_and_its_parts_are_loaded(mode: str) -> None:
-    it = case("cnn")
-    state = {name: value + 1 for name, value in copy.deepcopy(it.model.state_dict()).items()}
-    with Pair(it, make_plan(it, mode)) as pair:
-        pair.train(1)
-        for model in (pair.module.module, pair.plain):
-            model.load_state_dict(state)
-        pair.assert_same_weights()
-        pair.train(1)
-        part = {name.removeprefix("0."): value for name, value in state.items() if name.startswith("0.")}
-        for model in (pair.module.module[0], pair.plain[0]):
-            model.load_state_dict(part)
-        pair.train(1)
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_low_precision_is_saved_and_loaded_as_its_masters(mode: str) -> None:
@@ -167,54 +150,6 @@ def test_save_pretrained_and_from_pretrained(family: str, mode: str, tmp_path: P
         assert list(theirs) == list(loaded.state_dict())
         assert all(torch.equal(value, theirs[name].cpu()) for name, value in loaded.state_dict().items())
         pair.train(1)
-
-
-def test_weights_that_were_loaded_replace_masters() -> None:
-    it = case("opt", layers=1)
-    plan = make_plan(it, "streamed", unified_dtype="bfloat16")
-    other = {name: value + 1 for name, value in copy.deepcopy(it.model.state_dict()).items()}
-    with Pair(copy.deepcopy(it), plan, alike=False) as pair:
-        pair.module.load_state_dict(other)
-        pair.optimizer.step()  # nothing to step: what was loaded must not be overwritten
-        state = pair.module.state_dict()
-        assert all(torch.equal(state[name].bfloat16(), value.bfloat16()) for name, value in other.items())
-
-
-def test_names_are_those_of_the_model() -> None:
-    it = case("t5")
-    names, keys = [name for name, _ in it.model.named_parameters()], list(it.model.state_dict())
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    assert list(module.state_dict()) == keys
-    assert [name.removeprefix("module.") for name, _ in module.named_parameters()] == names
-    assert isinstance(adamw(module), torch.optim.AdamW)
-    assert all(type(p).__mro__[1] is nn.Parameter for p in module.parameters())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_on_state_dicts_see_values(mode: str) -> None:
-    def renamed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
-        for name in list(state):
-            state[f"x.{name}"] = state.pop(name) * 2
-
-    it = case("cnn")
-    with Pair(it, make_plan(it, mode)) as pair:
-        for model in (pair.module.module, pair.plain):
-            model.register_state_dict_post_hook(renamed)
-        expected = pair.plain.state_dict()
-        for state in (pair.module.state_dict(), pair.module.module.state_dict()):
-            assert list(state) == list(expected)
-            assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in state.items())
-
-
-def test_what_a_module_leaves_out_of_its_state_dict_stays_out() -> None:
-    class Brief(nn.Linear):
-        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            del destination[f"{prefix}bias"]
-
-    it = Case(nn.Sequential(Brief(4, 4), nn.Linear(4, 4, bias=False)), {"input": torch.randn(2, 4)}, square_loss)
-    with Pair(it, make_plan(it, "streamed")) as pair:
-        assert list(pair.module.state_dict()) == list(pair.plain.state_dict()) == ["0.weight", "1.weight"]
 
 
 def test_as_a_part_of_another_module() -> None:
