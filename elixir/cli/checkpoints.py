@@ -26,17 +26,21 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
         if args.hf is None:
             raise InputError("export needs --hf OUT, the folder for the files that Hugging Face reads")
         latest = _checkpoints(folder)[0]
-        yield f"written: {export_hf(latest, args.hf, dtype=args.dtype, config=args.config)}"
+        written = str(export_hf(latest, args.hf, dtype=args.dtype, config=args.config))
+        yield {"written": written}
+        yield f"written: {written}"
     elif args.action == "prune":
         yield from _pruned(folder, args.keep)
     elif args.action == "verify":
-        for each in _checkpoints(folder):
+        found = _checkpoints(folder)
+        for each in found:
             problems = verify(each)
             for problem in problems[:SHOWN_PROBLEMS]:
                 output.note(str(problem))
             if problems:
                 raise CheckpointCorrupt(f"{len(problems)} problems; load the one before", path=each)
             yield f"{each}: whole"
+        yield {"whole": [*map(str, found)]}
     else:
         records = [_record(each) for each in _checkpoints(folder)]
         yield records[0] if _is_one(folder) else {"checkpoints": records}
@@ -63,7 +67,7 @@ def _record(folder: Path) -> dict[str, Any]:
     }
 
 
-def _pruned(folder: Path, keep: int | None) -> Iterator[str]:
+def _pruned(folder: Path, keep: int | None) -> Iterator[output.Said]:
     if _is_one(folder):
         if keep is not None:
             raise InputError(f"--keep is for a folder of checkpoints; {folder} is one")
@@ -77,6 +81,7 @@ def _pruned(folder: Path, keep: int | None) -> Iterator[str]:
             raise CheckpointNotFound(f"{folder} holds no checkpoints")
         others = ", but for {} and what else is no checkpoint's"
         removed = [f"{each}{'' if remove_checkpoint(each) else others.format(FILES.names(each)[0])}" for each in gone]
+    yield {"removed": removed}
     yield "\n".join(f"removed {name}" for name in removed) or "nothing to remove"
 
 

@@ -322,10 +322,9 @@ class Engine:
     # --- forward and backward ----------------------------------------------------------------------------------
 
     def forward_comes(self) -> None:
-        """Calls `before_forward`; for the last time if that says so, or raises."""
-        asked, self.before_forward = self.before_forward, None
-        if asked is not None and asked():
-            self.before_forward = asked
+        """Calls `before_forward`, for the last time if that says so."""
+        if self.before_forward is not None and not self.before_forward():
+            self.before_forward = None
 
     def forward_begins(self, *, of_part: bool = False) -> None:
         """Notes that the model's forward starts; modules of a part report their call (`RCache.begin_call`)."""

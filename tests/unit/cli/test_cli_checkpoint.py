@@ -48,6 +48,16 @@ def test_verify(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "wrong checksum" in capsys.readouterr().err
 
 
+def test_every_action_has_a_record(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_action = {"verify": "whole", "export": "written", "prune": "removed"}
+    for action, name in of_action.items():
+        more = ["--hf", str(tmp_path / "hf")] if action == "export" else []
+        assert main(["checkpoint", action, str(runs), "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [*found] == [name]
+        assert found[name]
+
+
 def test_export(runs: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
