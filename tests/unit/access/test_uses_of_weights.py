@@ -202,21 +202,6 @@ def test_embeddings_that_renormalise_their_weights_have_the_bits_of_plain_pytorc
         pair.train(3)
 
 
-@torch.library.custom_op("elixir_rules::halves", mutates_args=("weight",))
-def _halves(weight: torch.Tensor) -> None:
-    weight.mul_(0.5)
-
-
-def test_a_write_by_a_function_whose_name_does_not_say_so_is_noticed(pair: Pair) -> None:
-    def write(module: nn.Linear, args: Any) -> None:
-        with torch.no_grad():
-            _halves(module.weight)
-
-    pair.module.module.second.register_forward_pre_hook(write)
-    with pytest.raises(InputError, match=r"wrote to second.weight in place"):
-        pair.optimizer.backward(pair.case.loss(pair.module, pair.case.inp))
-
-
 def test_a_penalty_on_gradients_and_weights_has_the_bits_of_plain_pytorch() -> None:
     def penalised(model: nn.Module, inp: dict[str, Any]) -> torch.Tensor:
         x = inp["x"].clone().requires_grad_()

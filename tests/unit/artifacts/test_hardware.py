@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import elixir
 from elixir.errors import ArtifactError, InputError, InputTypeError
@@ -21,8 +20,7 @@ from elixir.hardware.profile import (
     preset,
     warn_if_other_device,
 )
-from elixir.hardware.rate_fit import LARGEST_ALONE, RateFit
-from elixir.search import minimum_waste_search, optimal_search
+from elixir.hardware.rate_fit import RateFit
 
 GIB = 2**30
 EXPECTED = (
@@ -203,26 +201,3 @@ def test_another_machines_measurement_is_warned_of_with_both_names(caplog: pytes
     (record,) = caplog.records
     assert "Acme 9000" in record.getMessage()
     assert cpu_name() in record.getMessage()
-
-
-def doubtful_profile() -> HardwareProfile:
-    """Two rates that one should not rely on, and several that are as good as they get."""
-    fits = {
-        "attention.float32": RateFit(0.0, 1e11, 0.3),
-        "matmul.float32.square": RateFit(0.0, 1e11, 0.42),
-    }
-    sources = preset("cpu").sources | {"host_memory_bytes_per_s": f"measured; no fit (too noisy), so {LARGEST_ALONE}"}
-    return dataclasses.replace(preset("cpu"), name="noisy", fits=fits, sources=sources)
-
-
-@pytest.mark.parametrize("search", [optimal_search, minimum_waste_search])
-def test_a_search_warns_of_the_rates_that_it_builds_on(search: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        search(
-            torch.nn.Linear(8, 8),
-            1,
-            inp={"input": torch.ones(1, 8)},
-            step_fn=lambda model, inp: model(**inp).sum().backward(),
-            hardware=doubtful_profile(),
-        )
-    assert [record.getMessage().count("host_memory_bytes_per_s") for record in caplog.records] == [1]

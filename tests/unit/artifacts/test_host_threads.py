@@ -113,21 +113,6 @@ def _on_lane(module: ElixirModule) -> int:
     return seen[0]
 
 
-def test_the_optimizer_sets_the_threads_of_its_lane(module: ElixirModule, caplog: pytest.LogCaptureFixture) -> None:
-    parameters = list(module.parameters())
-    first, second = torch.optim.AdamW(parameters[:2]), torch.optim.AdamW(parameters[2:])
-    with caplog.at_level(logging.INFO, "elixir"):
-        optimizer = ElixirOptimizer(module, first, host_threads=1)
-    assert optimizer.host_threads == _on_lane(module) == 1
-    assert "threads of the host's Adam: 1, not bound" in caplog.text
-    cores, lane = os.sched_getaffinity(0), inside.lane(module, "host_adam")
-    lane.submit(lambda: os.sched_setaffinity(0, {min(cores)})).synchronize()  # as an optimizer under another setting
-    assert ElixirOptimizer(module, second, host_threads=5).host_threads == _on_lane(module) == 5
-    bound: list[set[int]] = []
-    lane.submit(lambda: bound.append(os.sched_getaffinity(0))).synchronize()
-    assert bound == [cores]
-
-
 def test_threads_that_step_nothing_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     it = Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss)
     module = ElixirModule(it.model, make_plan(it, "resident"), device="cpu")

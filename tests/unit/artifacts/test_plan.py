@@ -19,7 +19,7 @@ from elixir.plan.chunk_plan import (
 )
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
-from elixir.step_trace import INPUT, SAVED, Form, Result, StepShape, Unit, UnitActivations
+from elixir.step_trace import INPUT, SAVED, Form, Result, Unit, UnitActivations
 from tests.common.samples import make_plan
 
 EIGHT_BITS: dict[str, Any] = {"moments": "8bit", "state_size": moments_size("8bit")}
@@ -251,31 +251,3 @@ def test_parameters_begin_with_whole_blocks_of_the_widest_dtype() -> None:
 
 
 FORMS: tuple[Form, ...] = ("compiled", "plain", "checkpointed", "compiled")
-
-
-@pytest.mark.parametrize(
-    ("step", "text"),
-    [
-        (StepShape(), ""),
-        (StepShape(samples=4), ", micro-batches of 4"),
-        (StepShape(samples=4, tokens=512, checkpoint="none"), ", micro-batches of 4 x 128 tokens"),
-        (StepShape(samples=4, checkpoint="reentrant"), ", micro-batches of 4, activation checkpointing reentrant"),
-        (StepShape(samples=1, lora=8, quantised="nf4"), ", micro-batches of 1, LoRA of rank 8, linear layers in nf4"),
-        (StepShape(samples=1, fused_kernels=True), ", micro-batches of 1, fused kernels"),
-        (
-            StepShape(samples=1, units=tuple(Unit(str(n), form, "", "one") for n, form in enumerate(FORMS))),
-            ", micro-batches of 1, 2 compiled layers",
-        ),
-        (StepShape(samples=2, forward=True, tokens=64), "none: forward alone, batches of 2 x 32 tokens"),
-        (
-            StepShape(samples=2, forward=True, generate=(10, 5)),
-            "none: forward alone, batches of 2 x (10 + 5) tokens, the last one",
-        ),
-    ],
-)
-def test_the_training_in_words(step: StepShape, text: str) -> None:
-    plan = dataclasses.replace(make_plan(), step=step)
-    (said,) = [line.strip() for line in str(plan).splitlines() if line.strip().startswith("training")]
-    masters = f"{plan.optimizer} with float32 master weights"
-    expected = text if step.forward else masters + text
-    assert said == f"training      {expected}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,22 +76,6 @@ def test_counts_that_no_machine_holds_are_refused() -> None:
 def test_checkpointing_that_cannot_be_turned_on(checkpoint: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         enable_checkpointing(Odd(tiny("opt", device="meta")), checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [
-        ("transformers", r"named models and config\.json need transformers: pip install 'transformers>=5\.0'"),
-        (
-            "transformers.models.auto.modeling_auto",
-            "this transformers has no transformers.models.auto.modeling_auto: pip",
-        ),
-    ],
-)
-def test_models_by_name_say_what_they_need(missing: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=says):
-        build("opt-125m")
 
 
 def test_a_package_that_transformers_lacks_is_named_by_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import errno
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -171,16 +170,6 @@ def test_parts_that_the_checkpoint_lacks_are_refused(
     assert differing(before, run.bits()) == []
 
 
-def test_an_optimizer_that_the_checkpoint_lacks_begins_anew_if_it_need_not_be_strict(
-    run: Run, saved: tuple[Path, dict[str, Any]]
-) -> None:
-    edited(saved[0], lambda body: rename_optimizer(body, "one", "two"))
-    notes = load_checkpoint(saved[0], run.state(), strict=False, files=FILES).notes
-    assert "optimizer 'optimizer' is not in the checkpoint and begins anew" in notes
-    assert "optimizers that are not in the state are skipped: one, two" in notes
-    run.train(1)  # the next test saves its states
-
-
 def test_optimizers_that_are_only_in_the_checkpoint_are_noted(
     run: Run, saved: tuple[Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,21 +211,6 @@ def test_values_of_each_rank_need_as_many_ranks(run: Run, tmp_path: Path) -> Non
         load_checkpoint(tmp_path, state, files=FILES)
     del state["order"]
     assert load_checkpoint(tmp_path, state, files=FILES).notes
-
-
-@pytest.mark.parametrize("rng", [True, False])
-@pytest.mark.parametrize("way", ["missing", "bytes, the index says"])
-def test_a_file_that_is_not_whole_is_found_before_anything_is_written(
-    run: Run, saved: tuple[Path, dict[str, Any]], rng: bool, way: str
-) -> None:
-    folder, before = saved
-    file = next(folder.glob("*-rank-*"))
-    file.unlink() if way == "missing" else os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(CheckpointCorrupt, match=f"rank-.*{way}"):
-        load_checkpoint(folder, run.state(), rng=rng, files=FILES)  # the file has the rank's generators
-    assert differing(before, run.bits()) == []
-    run.train(1)  # no load is under way
-    run.train(1)  # nothing was written, so there is nothing to wait for
 
 
 @gpu.on_the_cpu("a CUDA device is here")

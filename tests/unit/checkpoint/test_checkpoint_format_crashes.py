@@ -157,16 +157,6 @@ def test_file_systems_that_commit_at_different_moments_keep_what_all_have(tmp_pa
         finish_commit(places[0], new[0].id)
 
 
-def test_a_commit_over_one_that_was_never_settled_is_refused(tmp_path: Path) -> None:
-    save_generation(tmp_path, 1)
-    index = write(tmp_path, states(2))
-    commit(tmp_path, index)
-    with pytest.raises(CheckpointError, match="finish_commit"):
-        commit(tmp_path, write(tmp_path, states(3)))
-    finish_commit(tmp_path, index.id)
-    assert not (tmp_path / "index.previous.json").exists()
-
-
 # --- disks that fail -------------------------------------------------------------------------------------------------
 
 

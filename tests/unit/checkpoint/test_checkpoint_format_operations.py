@@ -62,16 +62,6 @@ class DroppingFiles(RecordingFiles):
         return super().call(operation, path, function, *args)
 
 
-class OpeningFiles(Files):
-    """Counts the files that are opened."""
-
-    opened = 0
-
-    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-        self.opened += operation == "open"
-        return super().call(operation, path, function, *args)
-
-
 def uncommitted(folder: Path) -> Index:
     return write(folder, TENSORS, world_size=1)
 
@@ -159,27 +149,6 @@ def test_an_export_has_all_its_files_on_the_disk_before_one_has_its_name(tmp_pat
     assert [each.rpartition(" to ")[2] for each in found[-5:-1]] == [*shards, *texts]
     assert found[-1] == "sync_folder folder"
     assert not any(str(tmp_path) in path for path in open_paths())
-
-
-def test_a_reader_keeps_few_files_open_and_closes_them(tmp_path: Path) -> None:
-    tensors = {"weight/w": torch.arange(3.0 * OPEN_FILES)}
-    save(tmp_path, tensors, world_size=OPEN_FILES + 3)
-    with SliceReader(tmp_path) as reader:
-        most = 0
-        for first in range(0, 3 * OPEN_FILES, 3):
-            assert torch.equal(reader.read("weight/w", first, first + 3), tensors["weight/w"][first : first + 3])
-            most = max(most, sum(str(tmp_path) in path for path in open_paths()))
-        assert most == OPEN_FILES
-        assert reader.read("weight/w", 0, 1).item() == 0
-        reader.begin_to_read("weight/w", 0, torch.empty(5))
-    assert not any(str(tmp_path) in path for path in open_paths())
-    files = OpeningFiles()
-    with SliceReader(tmp_path, files=files) as reader:
-        before = files.opened
-        for number in (*range(OPEN_FILES), 0, OPEN_FILES, 0):  # what was used last stays open
-            first = -(-3 * OPEN_FILES * number // (OPEN_FILES + 3))
-            assert reader.read("weight/w", first, first + 1).item() == first
-        assert files.opened == before + OPEN_FILES + 1
 
 
 def test_files_are_closed_when_what_reads_them_is_done(tmp_path: Path) -> None:

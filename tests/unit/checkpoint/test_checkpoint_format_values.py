@@ -88,17 +88,6 @@ def test_values_are_this_json_which_later_versions_have_to_read(value: Any, text
     assert same(back, [each.detach() for each in value] if isinstance(value, list) and tensors else value)
 
 
-def test_tensors_have_the_keys_of_their_places_and_no_two_the_same() -> None:
-    value = {"a": [torch.zeros(1)], 1.0: torch.ones(1), "a[0]": torch.full((1,), 2.0), "b": {2: np.arange(3)}}
-    _, tensors = encode(value, "k")
-    assert {key: found.tolist() for key, found in tensors.items()} == {
-        "value/k['a'][0]": [0.0], "value/k[1.0]": [1.0], "value/k['a[0]']": [2.0],
-        "value/k['b'][2]": np.arange(3).view(np.uint8).tolist(),
-    }  # fmt: skip
-    _, tensors = encode({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "k")
-    assert {key: found.tolist() for key, found in tensors.items()} == {"value/k.a.b": [0.0], "value/k.a.b#1": [1.0]}
-
-
 def test_schedulers_come_back(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     schedulers = {

@@ -164,22 +164,6 @@ def test_options_of_another_class_mean_what_they_mean_to_this_one(
                     assert near or torch.equal(value, expected), name
 
 
-class _LooksAtItsFirst(torch.optim.SGD):
-    def __init__(self, parameters: Any, **options: Any) -> None:
-        super().__init__(parameters, **options)
-        self.where = self.param_groups[0]["params"][0].device
-
-
-def test_options_are_loaded_by_a_class_that_looks_at_its_first_parameter() -> None:
-    it = case("opt", layers=1)
-    with Run(it, make_plan(it, "mixed"), lambda model: _LooksAtItsFirst(model.parameters(), lr=0.5)) as run:
-        run.train(1)
-        state = run.optimizer.state_dict()
-        run.optimizer.param_groups[0]["lr"] = 0.25
-        run.optimizer.load_state_dict(state)
-        assert run.optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_options_with_which_shards_cannot_be_stepped_are_refused(tmp_path: Path) -> None:
     it, files = case("opt", layers=1), UnsyncedFiles()
     with Run(it, make_plan(it, "mixed"), _decaying(torch.optim.AdamW, amsgrad=True)) as run:

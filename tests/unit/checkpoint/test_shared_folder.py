@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -226,25 +225,6 @@ def test_only_the_first_rank_of_a_machine_removes_what_a_failed_save_wrote(machi
     machines.shared(0).abandon(machines.before.id)
     assert read_index(machines.a).id == machines.before.id
     assert machines.names(machines.a) == {INDEX_NAME, *machines.before.files}
-
-
-@pytest.mark.parametrize(("keep", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
-def test_the_same_steps_stay_on_all_machines(tmp_path: Path, keep: int | None, left: set[int]) -> None:
-    machines = Machines(tmp_path)
-    folders = [folder.parent / "step-00000003" for folder in machines.folders]
-    for root in {folder.parent for folder in folders}:
-        for step in (1, 2, 3):
-            save(root / f"step-{step:08}", TENSORS, world_size=1, sequence=step)
-        write_cut_off = root / "step-00000009"
-        write_cut_off.mkdir()
-        write(write_cut_off, TENSORS, world_size=1)
-
-    def run(rank: int, ranks: HeartbeatGroup) -> None:
-        dataclasses.replace(machines.shared(rank, ranks), folder=folders[rank]).retain(keep)
-
-    assert together(run) == [None] * RANKS
-    for root in {folder.parent for folder in folders}:
-        assert {path.name for path in root.iterdir()} == {"step", *(f"step-{step:08}" for step in left)}
 
 
 class Slow(UnsyncedFiles):

@@ -162,28 +162,6 @@ def test_an_update_that_failed_fails_the_save_and_not_the_next_update() -> None:
     snapshot.release(0)
 
 
-def test_a_save_that_failed_holds_nobody_up() -> None:
-    chunks = [Chunk(0, 1000), Chunk(1, 1000)]
-    snapshot = Snapshot(chunks, pool_of(0), CPU)
-    waiting = threading.Thread(target=snapshot.release, args=(0,))
-
-    def full(key: str, number: int, data: memoryview) -> None:
-        waiting.start()
-        while not inside.updates_waiting(snapshot):  # an update that has begun to wait
-            time.sleep(0.001)
-        time.sleep(0.03)
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="full"):
-        snapshot.write(full, lambda: None)
-    snapshot.end()
-    waiting.join(timeout=60)
-    assert not waiting.is_alive()
-    snapshot.release(1)
-    snapshot.wait_for_live()
-    assert 0.02 < snapshot.stall_s < 60
-
-
 def test_who_keeps_a_save_that_has_ended_keeps_no_chunk() -> None:
     chunk = Chunk(0, SPAN)
     snapshot, alive = Snapshot([chunk], pool_of(0), CPU), weakref.ref(chunk)

@@ -3,10 +3,8 @@ without."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.chunk import Chunk, ChunkState, Slot, take_back
-from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks, as_block
+from elixir.chunk.chunk import Chunk, ChunkState, take_back
+from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradientBlocks
 from elixir.chunk.lanes import make_lanes
 from elixir.chunk.memory import Arena, ChunkStorage, Memory
 from elixir.errors import InputError
@@ -104,27 +102,6 @@ def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: 
             assert chunk.masters[8 - chunk.shard_start] == 5.0
 
 
-def test_masters_on_a_disk_are_written_back_only_if_they_follow() -> None:
-    asked: list[bool] = []
-
-    @contextlib.contextmanager
-    def in_memory(write: bool) -> Iterator[None]:
-        asked.append(write)
-        yield
-
-    chunk = made(resident=False).chunk
-    chunk.write(chunk.slots[2], torch.full((5,), FINE))
-    chunk.stored = SimpleNamespace(in_memory=in_memory)  # type: ignore[assignment]
-    chunk.follow_writes()
-    assert asked == [False]
-    assert chunk.shard is not None
-    assert chunk.masters is not None
-    chunk.shard[8] = 4.0
-    chunk.follow_writes()
-    assert asked == [False, False, True]
-    assert chunk.masters[8:13].tolist() == [4.0, *[FINE] * 4]
-
-
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_a_forward_wrote_is_kept(ranks: int, masters: bool) -> None:
@@ -195,19 +172,6 @@ def test_parameters_with_other_memory_are_found_and_taken_back() -> None:
         chunk.with_moved(whole)
 
 
-def test_writes_through_data_of_resident_weights_are_counted() -> None:
-    chunk = made().chunk
-    third = chunk.slots[2].parameter
-    assert chunk.data_writes == 0
-    for times in (1, 2):
-        chunk.lend(third.data).fill_(float(times))
-        assert chunk.data_writes == times
-        assert third.tolist() == [times] * 5
-    foreign = torch.zeros(5, dtype=torch.bfloat16)
-    assert chunk.lend(foreign) is foreign
-    assert made(resident=False).chunk.lend(foreign) is foreign
-
-
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -237,22 +201,6 @@ def chunk_of(*shapes: tuple[int, ...]) -> Chunk:
         at += parameter.numel()
     plan = ChunkPlan("float32", True, at, tuple(slots), "host", "host", False)
     return Chunk(0, plan, parameters, rank=0, world_size=1)
-
-
-def test_a_gradient_larger_than_a_block_is_used_where_autograd_made_it() -> None:
-    """A copy would take as much again. Several parameters, other dtypes and other orders are copied."""
-    chunk, arena, gradient = chunk_of((4, 5)), Arena(CPU), torch.randn(4, 5)
-    blocks = GradientBlocks(arena, 1, 64)
-    for counted in (False, True):
-        opened = blocks.adopt(chunk, gradient, counted=counted)
-        assert opened is not None
-        assert opened.block.data_ptr() == gradient.data_ptr()
-        assert opened.block.shape == (20,)
-        assert arena.parts("device")["gradient_blocks"] == 64 + counted * gradient.nbytes
-    assert blocks.adopt(chunk_of((4, 4)), torch.randn(4, 4), counted=True) is None, "as large as a block"
-    for other in (gradient.double(), gradient.t().contiguous().t(), gradient.to_sparse()):
-        assert as_block(chunk, other) is None
-    assert as_block(chunk_of((4, 5), (3,)), gradient) is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -294,22 +242,6 @@ def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
 
 
 # --- layouts, files and disks ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("parameter", "stride", "order"),
-    [
-        (torch.zeros(3, 4), (4, 1), None),
-        (torch.zeros(4, 3).t(), (1, 3), (1, 0)),
-        (torch.zeros(3, 8)[:, ::2], (4, 1), None),
-        (torch.zeros(1, 4).expand(3, 4), (4, 1), None),
-    ],
-)
-def test_a_parameter_keeps_its_layout_if_that_is_dense(
-    parameter: torch.Tensor, stride: tuple[int, ...], order: tuple[int, ...] | None
-) -> None:
-    slot = Slot.of(nn.Parameter(parameter), ParamSlot("p", 0, 12), torch.float32, CPU)
-    assert (slot.stride, slot.order, slot.placeholder.stride()) == (stride, order, stride)
 
 
 def test_weights_in_a_file_take_no_others() -> None:

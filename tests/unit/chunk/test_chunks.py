@@ -19,8 +19,8 @@ from elixir.chunk.group import Group
 from elixir.chunk.host_buffers import SUMMANDS, BufferKind, HostBuffers
 from elixir.chunk.lanes import Emulation, Lanes, make_lanes
 from elixir.chunk.memory import Arena, BlockPool
-from elixir.errors import InputError, StateError
-from elixir.plan.chunk_plan import ChunkPlan, MemoryHome, ParamSlot
+from elixir.errors import StateError
+from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
 from tests.common import inside
 
 CPU = torch.device("cpu")
@@ -87,17 +87,6 @@ def test_every_element_is_some_parameters() -> None:
     assert [next(i for i, slot in enumerate(chunk.slots) if slot.parameter is p) for p in found] == [0, 0, 1, 2, 2]
 
 
-def test_a_write_to_a_cached_weight_is_said_once() -> None:
-    chunk = make_chunk()
-    bring(chunk, ChunkState.CACHED, torch.zeros(384))
-    with torch.no_grad():
-        chunk.slots[0].parameter.add_(1)
-    with pytest.raises(InputError, match=r"wrote to p0\.0 in place"):
-        chunk.to(ChunkState.HOME)
-    assert chunk.state is ChunkState.CACHED
-    chunk.to(ChunkState.HOME)
-
-
 # --- blocks --------------------------------------------------------------------------------------------------------
 
 
@@ -162,28 +151,6 @@ def held(flow: GradientFlow, chunk: Chunk, slot: int) -> set[float]:
     return set(flow.by_chunk[chunk.index].memory.tensor[start : start + numel].tolist())
 
 
-def test_gradients_arrive_in_any_order_and_add_up() -> None:
-    chunks = [make_chunk(0), make_chunk(1)]
-    flow, _ = make_flow(chunks)
-    interleaved = [(chunk, slot, 1.0 + slot) for slot in (2, 0, 1) for chunk in chunks]
-    for times in (1, 2, 3):
-        backward(flow, interleaved)
-        for chunk, slot, value in interleaved:
-            assert held(flow, chunk, slot) == {times * value}
-    assert flow.extra_blocks == 0
-
-
-def test_a_gradient_that_arrives_twice_in_one_backward_is_added() -> None:
-    chunk = make_chunk()
-    flow, _ = make_flow([chunk])
-    backward(flow, [(chunk, 0, 1.0), (chunk, 0, 2.0), (chunk, 1, 5.0)])
-    assert (held(flow, chunk, 0), held(flow, chunk, 1), held(flow, chunk, 2)) == ({3.0}, {5.0}, {0.0})
-    assert flow.by_chunk[0].arrived == {"p0.0", "p0.1"}
-    # After its chunk has left, too.
-    backward(flow, [(chunk, slot, 1.0) for slot in (0, 1, 2)] + [(chunk, 2, 4.0)])
-    assert (held(flow, chunk, 0), held(flow, chunk, 1), held(flow, chunk, 2)) == ({4.0}, {6.0}, {5.0})
-
-
 def test_more_chunks_open_than_blocks_take_more_and_say_so() -> None:
     chunks = [make_chunk(index) for index in range(4)]
     flow, arena = make_flow(chunks, block_count=1)
@@ -226,22 +193,3 @@ def test_new_gradients_and_zeros_wait_for_the_step_that_reads_the_last_ones(zero
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize(
-    ("homes", "trainable"),
-    [
-        (("device", "device"), True),
-        (("device", "host"), True),
-        (("host", "host"), True),
-        (("host", "host"), False),  # without states these are nowhere else
-    ],
-)
-def test_an_optimizer_steps_masters_if_weights_are_narrower_or_elsewhere(
-    dtype: str, homes: tuple[MemoryHome, MemoryHome], trainable: bool
-) -> None:
-    plan = ChunkPlan(dtype, trainable, 8, (ParamSlot("p", 0, 8),), *homes, False)
-    chunk = Chunk(0, plan, [nn.Parameter(torch.zeros(8), trainable)], rank=0, world_size=1)
-    assert chunk.low_precision == (dtype == "bfloat16")
-    assert chunk.needs_masters == (trainable and (dtype == "bfloat16" or homes == ("device", "host")))

@@ -333,48 +333,6 @@ def test_ranks_send_a_complete_chunk_while_backward_goes_on() -> None:
         training.lanes.close()
 
 
-def test_ranks_that_keep_gradients_free_the_block_of_a_complete_chunk_at_once() -> None:
-    """Its copy leaves while backward goes on, rather than when somebody needs the block. No other rank awaits it."""
-    case = Case(2, 1, 1, [HOMES[2]] * 2, [False, True], [], False, False, False)
-    training = Training(case, Meeting(2), 0)
-    flow, chunk = training.flow, training.chunks[0]
-    flow.begin()
-    for number, slot in enumerate(chunk.slots):
-        flow.take(chunk, slot, torch.full(slot.shape, 1.0 + number))
-        flow.enter(0)
-        flow.enter(1)
-        gradient = flow.by_chunk[0]
-        is_last = slot is chunk.slots[-1]
-        assert (gradient.opened is None, gradient.kept is not None) == (is_last, is_last)
-    kept = flow.by_chunk[0].kept
-    assert kept is not None
-    kept.memory.synchronize()
-    assert [slot.part_of(kept.memory.tensor).tolist() for slot in chunk.slots] == [[1.0] * 5, [2.0] * 2, [3.0] * 4]
-    assert not training.completed, "nothing was sent"
-    training.lanes.close()
-
-
-def test_a_block_is_free_again_if_all_that_came_into_it_is_forgotten() -> None:
-    case = Case(1, 1, 1, [HOMES[2]] * 3, [True] * 3, [], False, False, False)
-    training = Training(case, Meeting(1), 0)
-    flow = training.flow
-    flow.begin()
-    for chunk in training.chunks:
-        for slot in chunk.slots[:2]:
-            flow.take(chunk, slot, torch.ones(slot.shape))
-        flow.drop(chunk, chunk.slots[0].name)
-        opened = flow.by_chunk[chunk.index].opened
-        assert opened is not None
-        assert opened.arrived == {chunk.slots[1].name}
-        flow.drop(chunk, chunk.slots[1].name)
-        assert flow.by_chunk[chunk.index].opened is None
-    assert flow.extra_blocks == 0, "there are two"
-    flow.flush()
-    flow.settle()
-    assert not flow.any_held()
-    training.lanes.close()
-
-
 @pytest.mark.parametrize("before", [(0,), (0, 1, 2)])
 def test_what_was_dropped_before_gradients_were_forgotten_counts_no_more(before: tuple[int, ...]) -> None:
     """One rank of several keeps its part of a chunk until each of its gradients is dropped."""

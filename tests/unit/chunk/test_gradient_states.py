@@ -11,7 +11,7 @@ from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
 from elixir.chunk.memory import Arena
 from elixir.errors import StateError
 from tests.common import inside
-from tests.unit.chunk.test_chunks import backward, make_chunk, make_flow
+from tests.unit.chunk.test_chunks import make_chunk, make_flow
 
 CPU = torch.device("cpu")
 
@@ -46,19 +46,3 @@ def test_a_gradient_goes_through_its_states() -> None:
     flow.clear()
     assert gradient.state is none
     assert not flow.any_held()
-
-
-def test_blocks_that_miss_gradients_leave_in_the_order_in_which_they_were_opened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chunks = [make_chunk(index) for index in range(3)]
-    flow, _ = make_flow(chunks, block_count=3)
-    sent, to = list[int](), ChunkGradient.to
-
-    def noted(gradient: ChunkGradient, state: GradState) -> None:
-        sent.extend([gradient.chunk.index] * (state is GradState.HOME))
-        to(gradient, state)
-
-    monkeypatch.setattr(ChunkGradient, "to", noted)
-    backward(flow, [(chunks[index], 0, 1.0) for index in (2, 0, 1)])
-    assert sent == [2, 0, 1]

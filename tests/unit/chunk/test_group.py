@@ -218,25 +218,6 @@ def test_ranks_that_wait_for_each_other_find_out(monkeypatch: pytest.MonkeyPatch
     assert all("every rank must call forward, backward and step equally often" in each for each in found)
 
 
-def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.limit(monkeypatch, look_s=0.02)
-
-    def work(rank: int) -> list[int]:
-        group = Group()
-        for times in range(2):
-            if rank == times:
-                time.sleep(0.15)
-            group.note("both")
-            assert group.exchange("step", rank) == [0, 1, 2]
-        whole = torch.empty(3)
-        if rank == 2:
-            time.sleep(0.15)
-        group.gather(whole, torch.tensor([float(rank)]))
-        return whole.tolist()
-
-    assert results(3, work) == [[0.0, 1.0, 2.0]] * 3
-
-
 def test_ranks_find_out_while_those_between_them_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 2 part; what 1 and 3, each next to one of them, published before says nothing of it."""
     inside.limit(monkeypatch, look_s=0.02)

@@ -175,17 +175,3 @@ def test_memory_is_free_once_the_copy_to_the_host_is_over(moving: Moving) -> Non
     assert waits_for(moving.lanes.offload, lambda: held.append(moving.sent()), lambda: moving.buffers.drop(SWAPPED)), (
         "the buffer is still written to"
     )
-
-
-@pytest.mark.parametrize("how", ["used", "forgotten", "let go of", "buffer dropped"])
-def test_a_copy_back_is_waited_for_however_the_tensor_ends(moving: Moving, how: str) -> None:
-    """Otherwise compute would read half of it, or get memory that the copy still writes to."""
-    held = [moving.sent()]
-    held[0].arrived()
-    ends: dict[str, Callable[[], object]] = {
-        "used": lambda: held[0].tensor(),
-        "forgotten": lambda: held[0].forget(),
-        "let go of": held.clear,
-        "buffer dropped": lambda: moving.buffers.drop(SWAPPED),
-    }
-    assert waits_for(moving.lanes.fetch, lambda: held[0].fetch(), ends[how])

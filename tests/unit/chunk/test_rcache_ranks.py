@@ -190,19 +190,6 @@ def test_a_second_backward_walks_the_order_from_where_backward_begins() -> None:
     assert rank.flow.noted == ["begin", "leave 1", "enter 1"] * 2
 
 
-def test_ranks_agree_on_a_use_that_the_order_lacks_and_go_on_from_there() -> None:
-    rank = Rank([(0,), (1,), (2,), (3,)], 4, 2, depth=1)
-    rank.cache.begin()
-    for chunk in (0, 1, 2, 3, 1, 2, 3):
-        rank.use(chunk)
-    counts = rank.take_counts()
-    rank.close()
-    said = "a use of chunks [1] that is not in the order after its entry 3"
-    assert [what for what in rank.group.issued if not what.startswith("chunk")] == ["forward", said]
-    assert rank.group.gathered == [0, 1, 2, 3, 1, 3]  # chunk 2 is still there
-    assert (counts.deviations, counts.demand_loads) == (1, 0)
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_ranks_agree_if_what_the_order_evicts_is_in_use_on_one(pinned: bool) -> None:
     """Chunk 0 is not needed again, chunk 1 is; but this rank still reads chunk 0."""
@@ -219,19 +206,6 @@ def test_ranks_agree_if_what_the_order_evicts_is_in_use_on_one(pinned: bool) -> 
     said = ["chunk 0, which stays in its block though the order needs it"] * pinned
     again = ["chunk 1"] * pinned
     assert rank.group.issued[:6] == ["forward", "chunk 0", "chunk 1", *said, "chunk 2", *again][:6]
-
-
-def test_the_first_forward_after_an_error_is_agreed_on() -> None:
-    rank = Rank([(0,), (1,)], 2, 1)
-    rank.cache.begin()
-    rank.use(0)
-    rank.cache.disturbed()
-    assert rank.cache.is_disturbed
-    rank.step()
-    assert not rank.cache.is_disturbed
-    rank.close()
-    issued = ["forward", "chunk 0", "the first forward after an error", "forward", "chunk 1", "backward"]
-    assert rank.group.issued == issued
 
 
 MODELS: dict[str, tuple[tuple[int, ...], ...]] = {"first": ((0,), (1,)), "second": ((2,), (3, 4), (2,))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -93,27 +92,6 @@ class Window:
         self.lanes.close()
 
 
-def test_reads_go_ahead_of_writes_as_far_as_there_are_buffers(tmp_path: Path) -> None:
-    it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
-    for index in range(3):
-        it.step(index, lambda index=index: it.masters[index].add_(10 + it.states[index]), adam)
-    it.window.flush()
-    it.settle()
-    order = ["fill 0", "fill 1", "store 0", "fill 2", "store 1", "store 2"]
-    assert [what for what, _ in it.log] == order
-    assert it.submitted == [2 * BLOCK] * 6
-    assert it.moved() == (6 * BLOCK, 6 * BLOCK)
-    assert it.masters[0].isnan().all(), "nothing is in memory"
-    assert it.values() == [10.0, 12.0, 14.0]
-    assert it.arena.parts("disk") == {"optimizer_states": 6 * BLOCK}
-    assert it.arena.parts("host") == {"state_window": 4 * BLOCK}
-    files = len(os.listdir("/dev/fd"))
-    it.close()
-    adam.close()
-    assert it.arena.parts("disk") == {}
-    assert len(os.listdir("/dev/fd")) < files
-
-
 def test_a_chunk_that_is_stepped_again_is_written_before_it_is_read(tmp_path: Path) -> None:
     it, adam = Window(tmp_path, UnsyncedFiles()), ThreadLane("adam")
     for _ in range(2):
@@ -161,17 +139,6 @@ def test_a_disk_that_fails_stops_all_further_steps(tmp_path: Path) -> None:
     assert "store 2" not in [what for what, _ in it.log]
     adam.close()
     it.lane.close()
-
-
-def test_extents_are_counted_in_the_arena_of_the_day(tmp_path: Path) -> None:
-    it, later = Window(tmp_path, UnsyncedFiles()), Arena(CPU)
-    assert it.arena.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
-    it.window.count_in(later)
-    assert later.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
-    it.chunks.pop(0).give_back()
-    assert later.parts("disk") == {"optimizer_states": 2 * 2 * BLOCK}
-    assert it.arena.parts("disk") == {"optimizer_states": 3 * 2 * BLOCK}
-    it.close()
 
 
 def test_states_that_no_plan_foresaw_get_room_while_they_are_at_hand(tmp_path: Path) -> None:

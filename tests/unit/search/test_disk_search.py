@@ -79,27 +79,6 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
     check_consistent(short, stack)
 
 
-def test_the_error_names_the_disk_and_what_it_would_save(stack: StepTrace, limits: tuple[int, int]) -> None:
-    """A disk and as much host memory as the lever leaves give a plan; a byte less gives none."""
-    device, host = limits
-    with pytest.raises(PlanError) as caught:
-        planned(stack, device, host // 3)
-    (lever,) = (lever for lever in caught.value.levers if "disk" in lever.action)
-    assert lever.saves_bytes > 0
-    assert "--disk-folder" not in lever.action
-    with pytest.raises(PlanError) as unknown:
-        plan_from_trace(stack, UNKNOWN, 1, device_memory=device, host_budget=host // 3)
-    assert any("--disk-folder" in lever.action for lever in unknown.value.levers)
-    needed = shortage(stack, FAST, 1, device_memory=device, host_budget=1, disk_memory="1GiB").needed_bytes
-    assert needed < host
-    assert planned(stack, device, needed, disk_memory="1GiB").uses_disk
-    less = shortage(stack, FAST, 1, device_memory=device, host_budget=needed - 1, disk_memory="1GiB")
-    assert less.needed_bytes == needed
-    with pytest.raises(PlanError) as little:
-        planned(stack, device, needed, disk_memory="1MiB")
-    assert any("more of the disk" in lever.action for lever in little.value.levers)
-
-
 # --- which states --------------------------------------------------------------------------------------------------
 
 
@@ -135,19 +114,3 @@ def test_plans_with_a_disk_are_what_an_independent_count_says(
 
 
 # --- advice --------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_says_how_long_a_drive_lasts(stack: StepTrace, limits: tuple[int, int]) -> None:
-    from elixir.show import tables
-
-    device, host = limits
-    plan = planned(stack, device, int(0.8 * host), disk_memory="1GiB")
-    written = plan.predicted.moved_bytes["disk_write"]
-    assert plan.disk_written_bytes == written > 0
-    assert f"lasts {10**12 // written:,} steps" in tables.wear(plan, 10**12)
-    assert "lasts" not in tables.wear(plan)
-    pair = plan_from_trace(
-        stack, FAST, 2, device_memory=1 << 40, host_budget=host, disk_memory="1GiB", placement="cpu"
-    ).plan
-    assert pair.uses_disk
-    assert pair.disk_written_bytes == 2 * pair.predicted.moved_bytes["disk_write"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -111,22 +110,6 @@ def test_elsewhere_is_what_the_simulator_says_of_the_changed_plan(trace: StepTra
     assert checked > 10
 
 
-def test_every_other_place_that_a_search_gives_is_weighed_once(plan: Plan, found: Explanation) -> None:
-    for chunk, planned in zip(found.chunks, plan.chunks, strict=True):
-        spots = [chunk.spot, *(other.spot for other in chunk.elsewhere)]
-        assert len(set(spots)) == len(spots)
-        assert Spot("host", "device") not in spots  # no plan allows it
-        assert "device" not in {
-            spot.weights for spot in spots
-        }  # a device of one rank has nothing to stream from itself
-        streamable = planned.weight_bytes <= plan.block_bytes
-        assert len(spots) == (3 if streamable else 2)
-        assert (chunk.first_parameter, chunk.last_parameter) == (
-            planned.parameters[0].name,
-            planned.parameters[-1].name,
-        )
-
-
 def test_fits_means_within_the_plans_budgets(plan: Plan, found: Explanation) -> None:
     device, host = plan.predicted.device_peak_bytes, plan.predicted.host_step_bytes
     changes = [other.change for chunk in found.chunks for other in chunk.elsewhere]
@@ -166,26 +149,6 @@ def test_levers_never_lengthen_the_step_and_come_by_effect(plan: Plan, trace: St
     for expected in ("device memory of 2.73 GiB", "link to the host", "host's Adam", "compute"):
         assert expected in words
     assert "network" not in words  # one rank has none
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize(
-    ("world_size", "budget", "options"),
-    [
-        (1, 1850, {}),
-        (1, 1999, {}),
-        (1, 2200, {}),
-        (2, 1400, {}),
-        (2, 1500, {}),
-    ],
-)
-def test_nobody_is_told_to_plan_again_what_was_just_planned(
-    trace: StepTrace, world_size: int, budget: int, options: dict[str, Any]
-) -> None:
-    plan = plan_from_trace(
-        trace, HARDWARE, world_size, device_memory=budget * MIB, host_budget="4GiB", clipping=True, **options
-    ).plan
-    assert "plan again" not in said(explain(plan, trace, HARDWARE, levers=False))
 
 
 # -------------------------------------------------------------------------------------------------------------- report

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elixir.hardware.rate_fit import RateFit
-from elixir.optimizer_states import matrix_flops
 from elixir.search import plan_from_trace
 from elixir.search.simulator.rates import Rates, main_dtype
 from elixir.search.simulator.simulation import simulate_step
@@ -33,12 +31,3 @@ def test_a_step_takes_the_products_of_all_matrices_and_its_compute(placement: st
     assert sum(span.end_s - span.start_s for span in found.timeline if span.resource == "compute") == pytest.approx(
         found.busy_s["compute"]
     )
-
-
-def test_matrices_are_made_orthogonal_in_bfloat16_if_its_rate_is_known() -> None:
-    plain = replace(HARDWARE, flops_per_s={"float32": 4e13})
-    measured = replace(plain, fits=plain.fits | {"matmul.bfloat16.square": RateFit(0.0, 8e13, 0.0)})
-    rates = [Rates(hardware, "float32", 1, 1) for hardware in (HARDWARE, measured, plain)]
-    known_s, measured_s, unknown_s = (each.orthogonal_s([(256, 1024), (256, 256)]) for each in rates)
-    assert known_s * 9e13 == pytest.approx(unknown_s * 4e13)
-    assert measured_s * 8e13 == pytest.approx(matrix_flops(256, 1024) + matrix_flops(256, 256))

@@ -46,16 +46,6 @@ def test_each_layer_is_one_access_per_direction(trace: StepTrace) -> None:
     assert waiting < tail[1].kept_bytes // 4
 
 
-def test_work_grows_with_the_pass_and_the_order_does_not(trace: StepTrace) -> None:
-    passes = {size: pass_trace(trace, size) for size in (2, 4, 16)}
-    orders = [[(a.phase, a.parameters, a.pin_until) for a in found.accesses] for found in passes.values()]
-    assert orders[0] == orders[1] == orders[2]
-    for size, found in passes.items():
-        assert found.flops == size * trace.flops
-        assert found.input_bytes == size * trace.input_bytes
-        assert {info.grad_access is None for info in found.parameters} == {False}
-
-
 def test_a_trace_of_a_pass_is_taken_as_it_is_and_goes_through_json(trace: StepTrace) -> None:
     found = pass_trace(trace, 4)
     assert pass_trace(found, 4) is found

@@ -8,11 +8,10 @@ import pytest
 
 from elixir.errors import InputError, PlanError
 from elixir.plan.chunk_plan import ChunkPlan, ParamSlot
-from elixir.plan.plan import FILE_BUFFERS, Plan
+from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
-from tests.common.searching import HARDWARE, check_consistent
+from tests.common.searching import HARDWARE
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
@@ -44,27 +43,6 @@ def small(stack: StepTrace) -> dict[str, object]:
 def planned(trace: StepTrace, world_size: int = 1, hardware: object = FAST, **options: object) -> Plan:
     budgets = {"device_memory": "1GiB", "host_budget": "1GiB", "placement": "cpu", "assume": "nominal"}
     return plan_from_trace(trace, hardware, world_size, **budgets | options).plan  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_host_needs_no_memory_for_them(stack: StepTrace, ranks: int) -> None:
-    on_host, in_files = (planned(stack, ranks, frozen_weights=where) for where in ("host", "files"))
-    frozen = [chunk for chunk in in_files.chunks if not chunk.trainable]
-    assert frozen
-    assert all(chunk.weight_home == chunk.state_home == "files" for chunk in frozen)
-    window = FILE_BUFFERS * max(chunk.weight_bytes for chunk in frozen)
-    parts = in_files.predicted.host_parts
-    assert parts["file_window"] == window
-    assert parts["weights"] == on_host.predicted.host_parts["weights"] - sum(chunk.weight_bytes for chunk in frozen)
-    moved, before = in_files.predicted.moved_bytes, on_host.predicted.moved_bytes
-    loads = in_files.schedule().step(in_files.block_count, 1).by_chunk
-    read = sum(
-        loads[index] * chunk.file_bytes(0, ranks) for index, chunk in enumerate(in_files.chunks) if loads.get(index)
-    )
-    assert moved == before | {"disk_read": read}
-    assert simulate_step(in_files, stack, FAST).moved_bytes["disk_read"] == read > 0
-    assert Plan.from_json(in_files.to_json()) == in_files
-    check_consistent(in_files, stack)
 
 
 def test_only_streamed_frozen_chunks_may_be_there() -> None:

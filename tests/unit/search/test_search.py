@@ -26,7 +26,6 @@ from tests.common.searching import (
     SMALL,
     check_consistent,
     least_needed,
-    link_bytes,
     plan,
     shortage,
     traces,
@@ -136,24 +135,6 @@ def originals_step_s(
         return None
     space = SearchSpace(trace, hardware, setting)
     return choice.candidate(space, PREFETCH_DEPTH if setting.overlap else 0).seconds["total"]
-
-
-def test_a_model_on_the_device_is_plain_pytorch() -> None:
-    trace = stack_trace(SMALL, dtype="float32")
-    made = plan(trace, placement="cuda")
-    assert all(chunk.resident and chunk.state_home == "device" for chunk in made.chunks)
-    assert (made.block_count, made.block_bytes, made.grad_block_count, made.predicted.loads) == (0, 0, 0, 0)
-    assert link_bytes(made) == 0
-    arrived, peak = 0, 0
-    events = {param.grad_access: 0 for param in trace.parameters}
-    for param in trace.parameters:
-        events[param.grad_access] += param.numel * 4
-    for index, event in enumerate(trace.accesses):
-        arrived += events.get(index, 0)
-        peak = max(peak, arrived + event.live_bytes)
-    weights = sum(chunk.weight_bytes for chunk in made.chunks)
-    states = 2 * weights
-    assert made.predicted.device_peak_bytes == max(peak, arrived + trace.input_bytes) + weights + states
 
 
 def test_bytes_of_a_plan_that_streams_everything() -> None:

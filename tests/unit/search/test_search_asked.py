@@ -19,9 +19,7 @@ from elixir.hardware.profile import preset
 from elixir.search import minimum_waste_search, optimal_search, simple_search
 from elixir.search.budgets import (
     CUDA_CONTEXT_BYTES,
-    NCCL_BYTES,
     SYSTEM_BYTES,
-    default_device_reserve,
     default_host_reserve,
     resolve_budgets,
 )
@@ -118,17 +116,6 @@ def test_simple_search_does_as_told() -> None:
     for bad in ({"split_number": 0}, {"allocate_factor": 0.0}, {"shard_device": "disk"}):
         with pytest.raises(InputError, match=next(iter(bad))):
             simple_search(trace, 2, hardware=HARDWARE, **bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("gib", [1, 4, 8, 24, 80, 139])
-def test_reserves_suit_every_size_of_machine(gib: int) -> None:
-    for ranks in (1, 8):
-        assert 0 < default_host_reserve(gib * GIB, ranks) <= gib * GIB // 4
-        assert 0 < default_device_reserve(gib * GIB, ranks) <= gib * GIB // 4
-        assert default_host_reserve(gib * GIB, ranks, here=True) <= default_host_reserve(gib * GIB, ranks)
-    if gib >= 8:
-        assert default_device_reserve(gib * GIB, 8) == default_device_reserve(gib * GIB, 1) + NCCL_BYTES
-        assert default_device_reserve(gib * GIB, 1) > GIB
 
 
 def test_what_is_kept_back_is_named_where_nothing_fits() -> None:

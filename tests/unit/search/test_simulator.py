@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir.errors import InputError
-from elixir.hardware.rate_fit import RateFit
 from elixir.search.simulator.simulation import simulate_step
 from elixir.tracer.trace import trace_step
 from elixir.units import MIB
@@ -72,27 +71,6 @@ def test_accumulation_fetches_once_where_blocks_last_and_updates_once() -> None:
     assert tight.loads == 5 + 4
 
 
-def test_on_cuda_a_later_gradient_is_copied_while_another_is_added() -> None:
-    """Through two buffers, so the third copy waits for the first sum. In a CPU's lane the one follows the other."""
-    offload, add = 4.0, 6.0
-    plan = chain_plan(blocks=0, depth=0, homes="hhh", grad_blocks=3)
-    machines = {kind: Speeds(1.0, offload=offload).machine(kind) for kind in ("cpu", "cuda")}
-    steps = {
-        kind: simulate_step(
-            plan, chain(), replace(machine, host_memory_bytes_per_s=3 * MIB / add), accumulation=2, steps=1
-        )
-        for kind, machine in machines.items()
-    }
-    copies = [span for span in steps["cuda"].timeline if span.name == "offload"][3:]
-    sums = [span for span in steps["cuda"].timeline if span.name == "add"]
-    assert [span.end_s - span.start_s for span in (*copies, *sums)] == pytest.approx([offload] * 3 + [add] * 3)
-    assert [span.start_s for span in sums] == pytest.approx([copies[0].end_s, sums[0].end_s, sums[1].end_s])
-    assert copies[1].start_s == pytest.approx(copies[0].end_s)
-    assert copies[2].start_s == pytest.approx(sums[0].end_s)
-    assert steps["cuda"].step_s == pytest.approx(sums[-1].end_s)
-    assert steps["cpu"].step_s - steps["cuda"].step_s == pytest.approx(3 * (offload + add) - (offload + 3 * add))
-
-
 @pytest.mark.parametrize(("adam", "fetch", "bound"), [(10.0, 0.5, "host_adam"), (0.5, 10.0, "refresh")])
 def test_resident_chunks_wait_for_their_weights_to_return(adam: float, fetch: float, bound: str) -> None:
     """One chunk leaves while the host steps the next, so only the slower of the two adds up."""
@@ -110,22 +88,6 @@ def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
     assert result.step_s == pytest.approx(6 + 3 * 0.25)
     assert result.phases_s["optimizer"] == pytest.approx(3 * 0.25)
     assert result.bound_by == "compute"
-
-
-def test_transfers_both_ways_slow_each_other_where_that_was_measured() -> None:
-    """The first chunk is fetched for backward while the third one's gradient leaves: half of its bytes at half
-    speed."""
-    use, fetch, offload = 1.0, 4.0, 4.0
-    plan, machine = chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload).machine()
-    fits = {
-        "host_to_device": RateFit(0.0, MIB / fetch, 0.0),
-        "host_to_device.both": RateFit(0.0, MIB / fetch / 2, 0.0),
-        "device_to_host": RateFit(0.0, MIB / offload, 0.0),
-    }
-    alone, both = (simulate_step(plan, chain(), replace(machine, fits=given)) for given in ({}, fits))
-    assert alone.busy_s["host_to_device"] == pytest.approx(4 * fetch)
-    assert both.busy_s["host_to_device"] == pytest.approx(4 * fetch + fetch / 2)
-    assert both.busy_s["device_to_host"] == pytest.approx(3 * offload)
 
 
 def test_calibration_scales_compute_alone() -> None:

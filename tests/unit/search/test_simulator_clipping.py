@@ -11,9 +11,7 @@ from elixir.errors import InputTypeError
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.problem.from_plan import setting_of
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.tables import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
 from tests.common.chains import Speeds, chain, chain_plan
@@ -49,26 +47,6 @@ def test_on_a_cpu_the_lane_reads_what_it_moves_and_numbers_need_no_way() -> None
     plain, clipped = steps("cpu", homes="hhh")
     assert length_s(clipped, "offload") - length_s(plain, "offload") == pytest.approx(3 * READ_S)
     assert length_s(clipped, "norm") == 0.0
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_the_search_sees_what_simulate_step_gives(world_size: int) -> None:
-    """Clipping never makes a step faster; sums of parts hold with it."""
-    trace = _stack()
-    seconds = []
-    for clips in (False, True):
-        plan = _planned(trace, world_size, clipping=clips)
-        step = simulate_step(plan, trace, HARDWARE)
-        assert plan.clipping is setting_of(plan, 1, "cuda").clipping is record_of(plan)["clipping"] is clips
-        assert ("without clipping" in str(plan)) is not clips
-        assert plan.predicted.seconds["total"] == pytest.approx(step.step_s, rel=1e-12)
-        for sums in (step.phases_s, step.critical_s):
-            assert sum(sums.values()) == pytest.approx(step.step_s)
-        assert step.busy_s["compute"] + sum(step.waited_s.values()) == pytest.approx(step.step_s)
-        assert simulate_step(replace(plan, clipping=True), trace, HARDWARE).step_s >= step.step_s
-        seconds.append(step.step_s)
-    assert seconds[0] < seconds[1]
 
 
 def _stack(**options: Any) -> StepTrace:

@@ -18,7 +18,7 @@ from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import answer_to
 from elixir.search.whatif.sweep import SweepRow, fit, sweep
-from elixir.show.sweep import plot_sweep, reasons, sweep_table
+from elixir.show.sweep import plot_sweep, sweep_table
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
 from elixir.units import GIB, MIB
@@ -58,17 +58,6 @@ def test_a_row_for_every_combination_in_the_order_asked_for(rows: list[SweepRow]
     expected = [(batch, machine, ranks) for batch in (1, 64) for machine in ("t4", "h200") for ranks in (1, 8)]
     assert [(row.batch, row.machine, row.world_size) for row in rows] == expected
     assert all(row.model == MODEL and row.dtype == "bfloat16" for row in rows)
-
-
-def test_what_does_not_fit_says_why_and_gives_no_numbers(rows: list[SweepRow]) -> None:
-    many, large = find(rows, "t4", 8, 1), find(rows, "h200", 1, 64)
-    assert "4 devices a machine" in many.reason
-    assert "device memory" in large.reason
-    for row in (many, large):
-        assert not row.fits
-        assert "\n" not in row.reason
-        assert (row.step_s, row.tokens_per_s, row.device_peak_bytes, row.bound_by) == (None,) * 4
-    assert reasons(rows)[0] == many.reason
 
 
 @pytest.mark.sampled

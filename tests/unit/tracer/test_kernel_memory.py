@@ -125,28 +125,6 @@ def test_the_predicted_peak_is_the_real_one(name: str) -> None:
 MOMENTS, SAMPLES, SPOKEN = 64, 8, 12
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("in_tensors", [True, False], ids=["lengths in tensors", "lengths as numbers"])
-def test_the_peak_of_a_ctc_loss_is_the_real_one(reduction: str, in_tensors: bool) -> None:
-    """Samples of several lengths, one of them empty, as text of speech is; PyTorch has no meta kernel for it."""
-    lengths = [MOMENTS - sample for sample in range(SAMPLES)], [SPOKEN - sample for sample in range(SAMPLES - 1)] + [0]
-    moments, spoken = (torch.tensor(each) if in_tensors else tuple(each) for each in lengths)
-    targets = (torch.arange(SAMPLES * SPOKEN).view(SAMPLES, SPOKEN) * 7) % (WIDTH - 1) + 1
-
-    def loss(_: nn.Module | None, h: torch.Tensor) -> torch.Tensor:
-        probabilities = h.view(MOMENTS, SAMPLES, WIDTH).log_softmax(-1)
-        return F.ctc_loss(
-            probabilities, targets.to(h.device), moments, spoken, reduction=reduction, zero_infinity=True
-        )  # fmt: skip
-
-    torch.manual_seed(0)
-    model, inp = Body(loss), {"x": torch.randn(ROWS, WIDTH)}
-    predicted = predicted_bytes(model, inp, step)
-    real = observe_step(model, inp, step).peak_bytes
-    assert abs(predicted - real) <= SCALARS_BYTES, f"predicted {predicted}, real {real}"
-    assert predicted_bytes(model, inp, step, cache=False) == predicted
-
-
 def convolves(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Conv2d(8, 16, 3, padding=1), {"x": torch.ones(batch, 8, 16, 16)}
 

@@ -27,17 +27,6 @@ def mlp() -> nn.Sequential:
 # --- reported ------------------------------------------------------------------------------------------------------
 
 
-def test_mixed_dtypes_keep_their_bytes() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8, dtype=torch.float64)})
-
-    def step(model: Any, inp: dict[str, Any]) -> None:
-        model["b"](model["a"](inp["x"]).double()).sum().backward()
-
-    trace = cpu_trace(model, INP, step)
-    assert [p.dtype for p in trace.parameters] == ["float32", "float32", "float64", "float64"]
-    assert trace.param_bytes == 72 * (4 + 8)
-
-
 # --- refused -------------------------------------------------------------------------------------------------------
 
 
@@ -162,17 +151,6 @@ def test_two_traces_in_a_row_and_one_inside_another_agree() -> None:
     assert list(inner) == [first]
     assert outer.param_bytes == first.param_bytes
     assert cpu_trace(model, INP, sum_step) == first
-
-
-def test_no_function_is_compiled_during_a_trace() -> None:
-    square = torch.compile(torch.square, backend=pytest.fail)
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        square(inp["x"])
-        raise KeyError("not compiled")
-
-    with pytest.raises(TraceError, match="not compiled"):
-        cpu_trace(mlp(), INP, step)
 
 
 def test_buffers_are_cast_with_a_model_that_is_cast_as_a_whole() -> None:

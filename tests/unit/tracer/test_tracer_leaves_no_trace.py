@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmark.observe import observe_step
 from elixir.access.interception import Interception
 from elixir.errors import TraceError
-from elixir.models.step import default_step
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
@@ -251,31 +250,6 @@ def test_states_of_the_generator_in_checkpoints_are_counted() -> None:
             predicted = predicted_bytes(model, inp, lambda m, i: m(i["x"]).sum().backward())
             real = observe_step(model, inp, lambda m, i: m(i["x"]).sum().backward()).peak_bytes
             assert abs(predicted - real) <= 64
-
-
-def test_a_vision_language_model_with_grids_is_traced_and_trains_afterwards() -> None:
-    """Qwen2-VL makes tensors of lists of tensors, from the sizes of its images."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope,
-        },
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
-        image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
-    )  # fmt: skip
-    model = Qwen2VLForConditionalGeneration(config).train()
-    ids = torch.tensor([[1, 5, 62, 60, 60, 60, 60, 63, 7, 8]] * 2)
-    inp = {
-        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(32, 96),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == 60).int(),
-    }  # fmt: skip
-    predicted = predicted_bytes(model, inp, default_step)
-    real = observe_step(model, inp, default_step).peak_bytes
-    assert abs(predicted - real) <= 0.002 * real
-    trace_step(model, inp, default_step, hardware=H200, dtype=torch.bfloat16)
 
 
 def test_an_activation_that_a_running_model_shares_can_be_traced_in_another() -> None:

@@ -21,10 +21,9 @@ from elixir.tracer.device import target_for
 from elixir.tracer.ledger import Ledger
 from elixir.tracer.operator_cache import Arguments, OperatorCache, traits
 from elixir.tracer.recorder import Recorder
-from elixir.tracer.trace import trace_step
 from elixir.tracer.use_order import UseOrder
 from elixir.tracer.values.shadows import Shadows
-from tests.common.tracing import CPU, H200, on_meta_now
+from tests.common.tracing import CPU, on_meta_now
 
 if importlib.util.find_spec("expecttest") is None:
     # PyTorch's samples come with its test classes, which only derive from one of that package.
@@ -164,27 +163,6 @@ def chosen() -> list[Any]:
 @pytest.mark.parametrize("op", chosen())
 def test_the_cache_is_transparent_for_samples_of(op: OpInfo) -> None:
     assert differences(op) == []
-
-
-def test_a_result_that_is_no_tensor_stays_what_it_is() -> None:
-    """`nn.RMSNorm` asks for a dtype, `linalg.cholesky` runs a check that returns nothing: both more than once."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.norm(self.norm(self.layer(x)))
-            k = h.t() @ h + torch.eye(8, device=h.device)
-            return torch.linalg.cholesky(k) + torch.linalg.cholesky(2 * k)
-
-    inp = {"x": torch.randn(6, 8)}
-    peaks = {
-        trace_step(Normed(), inp, lambda m, i: m(i["x"]).sum().backward(), hardware=H200, cache=cache).step_peak_bytes
-        for cache in (True, False)
-    }
-    assert len(peaks) == 1
 
 
 def run_on(book: OperatorCache, func: Any, *args: Any, **kwargs: Any) -> Any:

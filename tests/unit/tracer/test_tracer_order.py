@@ -65,23 +65,6 @@ def test_two_layers() -> None:
     assert trace.checkpointed_modules == trace.unused_parameters == trace.unused_modules == ()
 
 
-def test_two_layers_recomputed_reentrantly() -> None:
-    trace = cpu_trace(Mlp("reentrant"), INP, sum_step)
-    first, second = first_and_second()
-    assert events(trace) == [
-        ("forward", first, "first.0"),
-        ("forward", second, "second.0"),
-        ("recompute", second, "second.0"),
-        ("backward", ("second.0.weight",), "second.0"),
-        ("recompute", first, "first.0"),
-        ("backward", ("first.0.weight",), "first.0"),
-    ]
-    assert [event.pin_until for event in trace.accesses] == [0, 1, 2, 3, 4, 5]
-    grads = {p.name: p.grad_access for p in trace.parameters}
-    assert [grads[name] for name in (*first, *second)] == [5, 5, 3, 3]
-    assert trace.checkpointed_modules == ("first", "second")
-
-
 def test_two_layers_recomputed_without_reentrance() -> None:
     trace = cpu_trace(Mlp("non-reentrant"), INP, sum_step)
     order = events(trace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ from elixir.tracer.device import target_for
 from elixir.tracer.device.target import Attention
 from elixir.tracer.trace import trace_step
 from tests.common import inside
-from tests.common.tracing import CPU, H200, Seen, sum_step
+from tests.common.tracing import H200, Seen, sum_step
 
 MASK = (2, 1, 128, 128)
 HALF = Attention(
@@ -191,20 +190,6 @@ def test_dropout_of_nothing_and_of_all(p: float) -> None:
     assert "native_dropout" not in " ".join(operators_at_peak(trace))
 
 
-def test_default_optimizer_kernels() -> None:
-    inp = {"x": torch.ones(2, 8)}
-    model = nn.Linear(8, 8)
-    assert trace_step(model, inp, sum_step, hardware=H200).optimizer == "AdamW (foreach)"
-    assert trace_step(model, inp, sum_step, hardware=CPU).optimizer == "AdamW (for-loop)"
-    assert trace_step(model, inp, sum_step, hardware=H200, optimizer=None).optimizer == "none"
-    fused, foreach = (
-        trace_step(nn.Linear(512, 512), {"x": torch.ones(2, 512)}, sum_step, hardware=H200, optimizer_kernel=kernel)
-        for kernel in ("fused", "foreach")
-    )
-    assert fused.step_peak_bytes < foreach.step_peak_bytes
-    assert fused.backward_peak_bytes == foreach.backward_peak_bytes
-
-
 def test_the_engine_still_sums_in_place_what_nobody_else_holds() -> None:
     from elixir.tracer.device.autograd_in_place import references_when_alone
 
@@ -285,35 +270,3 @@ def test_causal_attention_counts_the_scores_that_a_query_sees(kernel: str) -> No
         for causal in (False, True)
     ]
     assert counted == [4 * 2 * 4 * 8 * 6 * 4, 4 * 2 * 4 * 8 * (1 + 2 + 3 + 4 + 4 + 4)]
-
-
-IMAGES = {
-    "as built": lambda n, c, side: torch.randn(n, c, side, side),
-    "channels last": lambda n, c, side: torch.randn(n, c, side, side).to(memory_format=torch.channels_last),
-    "rows of pixels": lambda n, c, side: torch.randn(n, side, side, c).permute(0, 3, 1, 2),
-    "columns of pixels": lambda n, c, side: torch.randn(n, side, side, c).permute(0, 3, 2, 1),
-    "some of the channels": lambda n, c, side: torch.randn(n, side, side, c + 2).permute(0, 3, 1, 2)[:, :c],
-}
-
-
-@pytest.mark.parametrize("turned", [False, True], ids=["weights as built", "weights with channels last"])
-@pytest.mark.parametrize("image", list(IMAGES))
-def test_a_convolution_lays_its_result_out_as_the_real_one_does(image: str, turned: bool) -> None:
-    target, convolution, compared = target_for(CPU), torch.ops.aten.convolution.default, 0
-    for batch, channels, side, kernel in itertools.product((1, 2), (1, 3, 4), (1, 8), (1, 3)):
-        if kernel > side:
-            continue
-        for groups in {1, channels}:
-            x, weight = IMAGES[image](batch, channels, side), torch.randn(12, channels // groups, kernel, kernel)
-            if turned:
-                weight = weight.to(memory_format=torch.channels_last)
-            rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
-            meta = [torch.empty_strided(each.shape, each.stride(), device="meta") for each in (x, weight)]
-            real, found = convolution(x, weight, *rest), target.results(convolution, meta, convolution(*meta, *rest))
-            said = [
-                [stride for stride, size in zip(each.stride(), each.shape, strict=True) if size > 1]
-                for each in (real, found)
-            ]
-            assert said[0] == said[1], (batch, channels, side, kernel, groups)
-            compared += 1
-    assert compared == 30

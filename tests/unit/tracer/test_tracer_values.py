@@ -15,11 +15,11 @@ from torch import nn
 
 from benchmark.observe import observe_step
 from elixir.errors import TraceError
-from elixir.models.step import default_input, default_step
+from elixir.models.step import default_input
 from elixir.tracer.trace import trace_step
 from elixir.tracer.values.unknown_number import UnknownNumber
 from tests.common.tiny_models import tiny
-from tests.common.tracing import CPU, H200, Seen, cpu_trace, predicted_bytes, real_routing
+from tests.common.tracing import CPU, H200, cpu_trace, predicted_bytes, real_routing
 
 HERE = __file__
 TOKENS = torch.tensor([[5, 7, 0, 2], [3, 3, 1, 0]])
@@ -126,17 +126,6 @@ def test_recorded_choices_give_the_real_peak(name: str) -> None:
     assert abs(predicted - observe_step(model, inp, step).peak_bytes) <= 64
 
 
-def test_known_numbers_are_formatted_as_they_are() -> None:
-    texts = Seen()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        texts.append(f"{inp['x'][0, 1]:03d} {inp['x'].max()}")
-        model(inp["x"]).sum().backward()
-
-    cpu_trace(nn.Embedding(16, 4), {"x": TOKENS}, step)
-    assert list(texts) == ["007 7"]
-
-
 UNKNOWN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "bool": lambda m, x: bool(m.embed(x).sum() > 0),
     "if": lambda m, x: 1 if m.layer.weight.max() > 0 else 0,
@@ -212,19 +201,6 @@ def test_classes_of_torch_are_as_before_when_a_step_raises() -> None:
         torch.Tensor.__format__,
     )
     assert now == functions
-
-
-@pytest.mark.parametrize("family", ["opt", "llama", "bert"])
-def test_padding_in_an_attention_mask_gives_the_real_peak(family: str) -> None:
-    model = tiny(family)
-    inp = default_input(model, batch=2, seq=16)
-    mask = torch.ones(2, 16, dtype=torch.int64)
-    mask[1, 10:] = 0
-    for given in (mask, torch.ones_like(mask)):
-        padded = inp | {"attention_mask": given}
-        predicted = predicted_bytes(model, padded, default_step)
-        real = observe_step(model, padded, default_step).peak_bytes
-        assert abs(predicted - real) <= 0.0005 * real
 
 
 def experts(**options: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
-from tests.common.parity import MODES, Case, Pair, case, make_plan, square_loss
+from tests.common.parity import Case, Pair, case, make_plan, square_loss
 
 
 @pytest.fixture
@@ -142,41 +139,3 @@ def test_a_forward_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) 
         inside.pretend_device(patched, module, torch.device("cuda"))
         with pytest.raises(InputError, match="CUDA graph"):
             module(**it.inp)
-
-
-def test_a_module_that_is_let_go_of_stops_its_lanes() -> None:
-    def lanes() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name.startswith("elixir ")}
-
-    before = lanes()  # of earlier tests, which may end meanwhile
-    it = case("opt", layers=1)
-    module = ElixirModule(it.model, make_plan(it, "streamed"), device=gpu.DEVICE)
-    assert lanes() - before
-    del module, it
-    gc.collect()
-    assert lanes() <= before
-
-
-class _TwiceInCheckpoints(nn.Module):
-    """One layer in two reentrant checkpoints, whose backwards each bring a part of its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.layer, self.after = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        for _ in range(2):
-            x = checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=True)
-        return self.after(x)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_parts_of_reentrant_backwards_are_added_as_in_plain_pytorch(mode: str) -> None:
-    torch.manual_seed(0)
-    it = Case(_TwiceInCheckpoints(), {"x": torch.randn(64, 16)}, square_loss)
-    with Pair(it, make_plan(it, mode, split_number=1)) as pair:
-        for _ in range(2):
-            for _ in range(3):
-                pair.backward()
-            pair.step()

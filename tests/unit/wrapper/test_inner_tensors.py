@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -149,16 +148,6 @@ def test_state_dicts_have_the_whole(tmp_path: Any) -> None:
     assert type(weight) is not ScaledTensor, "while the plan ran, it was put together for each use"
     for name, value in other.model.state_dict().items():
         assert torch.equal(_plain(value), _plain(expected[name])), name
-
-
-def test_weights_may_be_given(tmp_path: Any) -> None:
-    it, other = scaled_case(), scaled_case()
-    expected = it.model.state_dict()
-    with torch.no_grad():
-        other.model[0].weight.numbers.zero_()
-    plan = make_plan(other, "streamed")
-    module = elixir.ElixirModule(other.model, plan, weights=copy.deepcopy(expected))
-    assert torch.equal(_plain(module.state_dict()["0.weight"]), _plain(expected["0.weight"]))
 
 
 def test_a_failed_wrapping_puts_them_together() -> None:

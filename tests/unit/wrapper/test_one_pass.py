@@ -62,22 +62,6 @@ def test_gives_the_bits_of_a_loop_of_any_length(name: str, count: int, home: str
     assert in_passes(make, steps, plan, max_norm=0.5).same_as(plainly(make, steps, max_norm=0.5))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_moves_the_bytes_of_one_micro_batch_as_predicted(name: str) -> None:
-    make = family(name)
-    seen = {}
-    for count in (1, 2, 6):
-        steps = batches(name, count)
-        plan = plan_for(make(), steps[0][0], accumulation=max(count, 2))
-        report = in_passes(make, steps, replace(plan, accumulation=count)).reports[-1]
-        assert report.demand_loads == report.deviations == 0
-        links = ("loads", "host_to_device", "device_to_host")
-        seen[count] = {link: report.observed[link] for link in links}
-        assert seen[count] == {link: report.predicted[link] for link in links}
-    assert seen[1] == seen[2] == seen[6]
-
-
 def _stack() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from elixir.errors import InputError
 from elixir.hardware import promises
 from elixir.hardware.process_memory import HEAP, MAPS_VARIABLE, Resident
-from elixir.hardware.promises import UNSTEADY_SHARE, Memory
-from elixir.units import GIB, LARGEST_BYTES, MIB
+from elixir.units import GIB, MIB
 from elixir.wrapper import ElixirModule
 from tests.common import inside
 from tests.common.parity import Case, make_plan, square_loss
@@ -33,10 +31,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) * self.scale[0]
-
-
-BUFFER_BYTES = 4000 + 2 * (4 + 8)
-MODEL_BYTES = 4 * (64 * 64 + 64) + BUFFER_BYTES
 
 
 class Machine:
@@ -74,35 +68,6 @@ def module(machine: Machine) -> Iterator[ElixirModule]:
     module = ElixirModule(it.model, make_plan(it, "streamed"), device="cpu")
     yield module
     module.close()
-
-
-def test_the_memory_of_the_model_gives_way_to_that_of_the_plan(machine: Machine, module: ElixirModule) -> None:
-    promise, live = inside.promise(module), inside.arena(module).live_bytes
-    assert promise.held == machine.held
-    assert machine.asked[:2] == ["give back", "resident"], "freed memory is nothing that it holds"
-    need = promise.need(module.plan, 12345)
-    assert need.parts["program"] == GIB - MODEL_BYTES
-    assert need.parts["host"] == 12345
-    assert need.parts["heap"] > 0
-    promise.ranks = 3
-    assert promise.taken == Memory(live("device") + BUFFER_BYTES, 3 * live("host"))
-
-
-def test_room_for_copies_is_what_the_next_steps_of_all_ranks_leave(machine: Machine, module: ElixirModule) -> None:
-    promise = inside.promise(module)
-    promise.ranks = 2
-    need_bytes, held = promise.need_of(module.plan).own_bytes, machine.held
-    assert held is not None
-    for ahead, later in ((1000, 1000), (-1000, 0)):
-        machine.held = replace(held, own_bytes=need_bytes - ahead)
-        later += int(UNSTEADY_SHARE * need_bytes)
-        for left, expected in ((77, 77), (0, 0), (-77, 0)):
-            machine.free_bytes = 2 * (later + left)
-            assert promise.spare_host_bytes() == expected
-    machine.held = None
-    assert promise.spare_host_bytes() == LARGEST_BYTES
-    machine.held, machine.free_bytes = held, None
-    assert promise.spare_host_bytes() == LARGEST_BYTES
 
 
 def test_a_plan_takes_of_a_device_what_it_does_not_hold_yet(

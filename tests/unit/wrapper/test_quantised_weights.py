@@ -142,18 +142,6 @@ def test_files_of_bitsandbytes_may_be_given(form: str, frozen: str, tmp_path: An
     assert torch.equal(it.model(**it.inp).loss, expected.model(**it.inp).loss)
 
 
-def test_files_of_bitsandbytes_are_complete(tmp_path: Any) -> None:
-    """All of a model without adapters: strict as well."""
-    it, other = quantised_case("nf4 double"), quantised_case("nf4 double")
-    folder = _saved(it.model, tmp_path / "saved")
-    base = other.model.unload()
-    base.model.norm.weight.requires_grad_(True)
-    plan = make_plan(Case(base, other.inp, other.loss), "streamed")
-    module = elixir.ElixirModule(base, plan, weights=folder)
-    with torch.no_grad():
-        assert torch.equal(module(**it.inp).loss, it.model.unload()(**it.inp).loss)
-
-
 def test_weights_of_another_form_are_refused(tmp_path: Any) -> None:
     it = quantised_case("nf4")
     folder = _saved(it.model, tmp_path / "saved")

@@ -20,7 +20,6 @@ from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
-from elixir.wrapper.step.elementwise import same_options
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
 from tests.common.one_pass import Stack
 from tests.common.parity import Case, make_plan
@@ -38,18 +37,6 @@ def test_a_device_is_the_one_that_was_named_or_the_current_one(monkeypatch: pyte
     assert compute_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="'cuda:2' was asked for, but there are 2, from 'cuda:0' on"):
         compute_device("cuda:2")
-
-
-def test_options_are_the_same_if_all_their_values_are() -> None:
-    lr = torch.tensor(0.5)
-    for one, other, same in (
-        ({"lr": lr}, {"lr": torch.tensor(0.5)}, True),
-        ({"lr": lr}, {"lr": torch.tensor(0.25)}, False),
-        ({"lr": lr}, {"lr": 0.5}, True),
-        ({"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": 0.5, "betas": (0.9, 0.95)}, False),
-        ({"lr": 0.5}, {"lr": 0.5, "eps": 0.1}, False),
-    ):
-        assert same_options(one, other) is same
 
 
 def linear() -> Case:

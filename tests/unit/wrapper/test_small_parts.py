@@ -4,22 +4,17 @@ calls, errors of before, and which optimizers step whole shards."""
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elixir.chunk.group import Group
 from elixir.chunk.memory import Fate
 from elixir.errors import DiskError, FileError, InputError
-from elixir.hardware import process_memory
 from elixir.kernels import HybridAdam
 from elixir.wrapper.account.plan_promise import state_dict_bytes
-from elixir.wrapper.engine import Engine
 from elixir.wrapper.phase import Phase, RunErrors, StepPhase
-from elixir.wrapper.run_options import RunOptions
 from elixir.wrapper.step.user_optimizer import can_fuse, check_moments
 from elixir.wrapper.weight_uses import WeightUses
 
@@ -111,17 +106,6 @@ def test_a_module_is_closed_in_any_phase(now: Phase) -> None:
 
 
 # --- parts of the engine --------------------------------------------------------------------------------------------
-
-
-def test_threads_share_a_heap_where_compute_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda *option: options.append(option), malloc_trim=lambda pad: None)
-    monkeypatch.setattr(process_memory, "ctypes", SimpleNamespace(CDLL=lambda name: library))
-    engine = Engine(nn.Linear(1, 1), Group(), torch.device("cpu"), RunOptions())
-    assert options == [(-8, 1)]  # one arena
-    assert engine.end()
-    assert engine.phase.closed
-    engine.stop()
 
 
 class Stream:

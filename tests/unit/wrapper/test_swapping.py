@@ -12,7 +12,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from benchmark.observe import observe_step
 from elixir.access import activations as swapping
-from elixir.chunk.lanes import Emulation
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
@@ -20,11 +19,9 @@ from elixir.search.planner import simple_plan
 from elixir.search.request import SearchRequest
 from elixir.step_trace import INPUT, SAVED, Result, StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common import inside
-from tests.common.parity import COUNTED, Case, Pair, assert_as_planned, case, mixed
+from tests.common.parity import Case, case, mixed
 from tests.common.tracing import cpu_trace
-from tests.unit.wrapper.test_compiled_layers import train
-from tests.unit.wrapper.test_recomputation import PRODUCTS, made
+from tests.unit.wrapper.test_recomputation import PRODUCTS
 
 SWAPPED = {
     "inputs": (UnitActivations("", (), (Result(INPUT, 0),)),) * 3,
@@ -77,25 +74,6 @@ def plan_of(trace: StepTrace, mode: str) -> Plan:
     plan = simple_plan(trace, preset("cpu"), request, split_number=12, allocate_factor=1.0, shard_device=where)
     assert Plan.from_json(plan.to_json()) == plan
     return mixed(plan) if mode == "mixed" else plan
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("name", "own", "swapped", "mode"), sorted(_EVERY, key=_FIRST.__ne__))
-def test_same_bits_and_bytes_as_planned(name: str, own: str, swapped: str, mode: str) -> None:
-    it = made(name, own)
-    trace = traced(it, swapped)
-    plan = plan_of(trace, mode)
-    moved = plan.step.swap_bytes
-    assert moved > 0
-    assert plan.predicted.host_parts["swapped_activations"] == moved
-    assert sum(each.nbytes for each in trace.transfers if each.direction == "device_to_host") == moved
-    assert sum(each.nbytes for each in trace.transfers if each.direction == "host_to_device") == moved
-    with Pair(it, plan, device="cpu", emulation=Emulation(bytes_per_s=1e9, delay_s=0.002)) as pair:
-        pair.train(4)
-        pair.assert_same_weights()
-        assert_as_planned(pair.module, () if mode == "mixed" else COUNTED)
-        assert inside.bytes_by_kind(pair.module, "host")["swapped_activations"] == moved
-    assert train(it, it.model, torch.optim.SGD(it.model.parameters(), lr=0.0), steps=1)  # an ordinary model again
 
 
 @pytest.mark.sampled

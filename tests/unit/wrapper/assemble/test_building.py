@@ -102,22 +102,6 @@ def test_takes_given_weights(family: str, how: str, tmp_path: Path) -> None:
         pair.train(3)
 
 
-def test_a_shared_module_with_buffers_takes_its_own_state() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-            self.second = self.first
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    real = Case(Shared(), {"x": torch.randn(3, 4)}, lambda model, inp: model(**inp).square().mean())
-    state = copy.deepcopy(real.model.state_dict())
-    module = wrapped(real.model, make_plan(real, "streamed"), weights=state)
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-
-
 def test_wrong_weights_are_refused(tmp_path: Path) -> None:
     real, _ = meta_case("opt")
     state, plan = real.model.state_dict(), make_plan(real, "streamed")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,35 +54,11 @@ def wide(rank: int) -> dict[str, Any]:
     return {"module": built(0.0), "weights": weights | {"0.weight": weights["0.weight"].double()} if rank else weights}
 
 
-def given_by_one(rank: int) -> dict[str, Any]:
-    return {"module": built(0.0), "weights": built(0.0).state_dict() if rank else None}
-
-
 def turned(rank: int) -> dict[str, Any]:
     model: Any = built(0.0)
     if rank:
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
     return {"module": model}
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (on_meta, "on meta"),
-        (wide, r"given in float32 .* and float32 .* given in float64"),
-        (given_by_one, r"\] and float32 .* given in float32"),
-        (turned, "strides"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused_on_all(made: Callable[[int], dict[str, Any]], said: str) -> None:
-    models = [made(rank) for rank in range(2)]
-    before = [{name: each.clone() for name, each in each["module"].state_dict().items()} for each in models]
-    found = on_ranks(2, lambda rank: ElixirModule(plan=Situation().plan, device="cpu", **models[rank]))
-    assert all(isinstance(each, InputError) for each in found), found
-    assert all(re.match(rf"0\.weight.* differ between ranks 0 and 1 \(.*{said}", str(each)) for each in found), found
-    for each, values in zip(models, before, strict=True):
-        now = each["module"].state_dict()
-        assert all(value.is_meta or torch.equal(now[name], value) for name, value in values.items())
 
 
 def planned(rank: int, plans: list[Plan]) -> str:

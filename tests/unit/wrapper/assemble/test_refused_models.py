@@ -144,19 +144,6 @@ def planned(model: nn.Module, where: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_a_compiled_model_whose_weights_are_streamed() -> None:
-    model = Blocks()
-    whole(model)
-    with pytest.raises(InputError, match="given to torch.compile, which cannot run with weights that are streamed"):
-        planned(model, "cpu")
-    given = Blocks()
-    plan = planned(given, "cpu")
-    whole(given)
-    with pytest.raises(InputError, match="given to torch.compile"):
-        ElixirModule(given, plan, device="cpu")
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
 @pytest.mark.parametrize("compiled", [replaced_layer, whole], ids=lambda each: each.__name__)
 def test_compiled_code_put_into_a_wrapped_model(compiled: Callable[[Any], None]) -> None:
     later = ElixirModule(Blocks(), planned(Blocks(), "cpu"), device="cpu")

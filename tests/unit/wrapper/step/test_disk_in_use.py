@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from elixir.errors import DiskError
 from elixir.files import Files
 from elixir.wrapper.run_options import Debug
 from tests.common.on_disk import BrokenDisk, on_disk
-from tests.common.parity import Pair, case, make_plan
+from tests.common.parity import case, make_plan
 from tests.unit.wrapper.step.test_states_on_disk import run
 
 
@@ -41,17 +40,6 @@ def test_one_of_several_drives_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=str(folders[1])) as caught:
         module.settle()
     assert caught.value.errno == errno.EIO
-
-
-def test_a_folder_may_go_while_the_run_has_its_states_there(tmp_path: Path) -> None:
-    """The file has no name, so only its drive matters."""
-    folder = tmp_path / "states"
-    folder.mkdir()
-    it = case("gpt2")
-    with Pair(it, on_disk(make_plan(it, "streamed")), disk_folder=folder) as pair:
-        pair.train(2)
-        shutil.rmtree(folder)
-        pair.train(2)
 
 
 class EndedDisk(Files):

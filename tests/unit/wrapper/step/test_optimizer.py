@@ -91,17 +91,6 @@ def test_a_parameter_has_one_optimizer(module: ElixirModule) -> None:
     ElixirOptimizer(module, torch.optim.SGD(parameters[3:], lr=0.1))
 
 
-def test_a_parameter_that_leaves_its_group_is_not_stepped_in_silence(module: ElixirModule) -> None:
-    """Torch would step it no more; shards are stepped as they were wrapped."""
-    plain = torch.optim.AdamW(module.parameters())
-    optimizer = ElixirOptimizer(module, plain)
-    gone = plain.param_groups[0]["params"].pop()
-    with pytest.raises(InputError, match=r"groups have changed .* freeze a parameter with requires_grad_"):
-        optimizer.step()
-    plain.param_groups[0]["params"].append(gone)
-    optimizer.step()
-
-
 def test_one_that_has_stepped_is_refused() -> None:
     it = case("opt", layers=1)
     for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)):

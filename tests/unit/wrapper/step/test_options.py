@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.wrapper.step.gradient_norm import GradientNorm, KnownNorms, clip_factor, each_norm, norm_of_norms
-from elixir.wrapper.step.user_optimizer import (
-    accepted_options,
-    take_options,
-)
+from elixir.wrapper.step.gradient_norm import KnownNorms, clip_factor, each_norm, norm_of_norms
 from tests.common.one_shard import user_of
-
-
-def test_loaded_numbers_go_into_the_tensors_of_the_group() -> None:
-    lr, name = torch.tensor(0.5), "before"
-    group = {"lr": lr, "name": name, "odd": torch.ones(2)}
-    take_options(group, {"lr": torch.tensor(2.0), "name": "after", "odd": "text"})
-    assert group == {"lr": lr, "name": "after", "odd": "text"}
-    assert group["lr"] is lr
-    assert lr == 2.0
-    take_options(group, {"lr": 3})
-    assert group["lr"] is lr
-    assert lr == 3.0
-    take_options({"lr": 1.0}, {"lr": lr})  # a plain number is replaced
-    assert accepted_options(torch.optim.SGD, {"lr": 1, "betas": 2}) == {"lr": 1}
 
 
 def test_the_limit_of_a_norm_is_the_one_of_torch() -> None:
@@ -66,27 +46,6 @@ def test_a_norm_is_known_until_its_gradient_changes() -> None:
     known.clear()
     assert known.of(parameter, gradient) is None
     assert known.of(nn.Parameter(torch.ones(2)), None) is None
-
-
-def norm_over(model: nn.Module, *shards: Any, max_norm: float = 0.0) -> GradientNorm:
-    """The norm of the gradients of a model on one rank."""
-    engine: Any = SimpleNamespace(
-        model=model, loss_scale=SimpleNamespace(used=False), group=SimpleNamespace(size=1), device=torch.device("cpu")
-    )
-    return GradientNorm(engine, shards, max_norm, 1)  # type: ignore[arg-type]
-
-
-def test_a_factor_is_a_number_only_if_some_shard_needs_one() -> None:
-    norm = norm_over(nn.Linear(1, 1), max_norm=2.0)
-    for needs_number in (False, True):
-        factor = norm.factor(4.0, torch.tensor(16.0), needs_number=needs_number)
-        assert isinstance(factor.value, float) == needs_number
-        assert float(factor.value) == pytest.approx(0.25 * 0.5)
-        assert factor.clips
-    for given, limit in ((None, 2.0), (torch.tensor(16.0), 0.0)):
-        norm.max_norm = limit
-        plain = norm.factor(4.0, given, needs_number=False)
-        assert (plain.value, plain.clips) == (0.25, False)
 
 
 def test_loaded_options_are_those_of_the_class_and_how_it_steps_stays() -> None:

@@ -13,7 +13,7 @@ from elixir.chunk.chunk import ShardPart, Slot
 from elixir.errors import InputError
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
-from elixir.wrapper.step.states import Segment, SmallStates, States, StateTensor, own_ranges
+from elixir.wrapper.step.states import Segment, SmallStates, States, own_ranges
 from tests.common import inside
 from tests.common.one_shard import (
     Saved,
@@ -71,27 +71,6 @@ def test_states_that_a_class_has_made_elsewhere_are_moved_to_their_place() -> No
     optimizer.state[segment.weights] = {"mean": torch.ones(3)}
     with pytest.raises(InputError, match="'mean' of w0 is float32, of other weights float64"):
         states.adopt(segment)
-
-
-def test_scales_have_a_place_for_each_block() -> None:
-    states = of_adam("8bit", ((512,), (300,)))  # as in a plan, each parameter begins a block
-    for segment in states.segments:
-        states.put(segment, [], {"step": torch.ones(())})
-    shown = {(each.name, each.kind): each for each in states.to_save()}
-    assert {kind for _, kind in shown} == {"exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
-    codes, scales = shown["w1", "exp_avg"], shown["w1", "exp_avg_scale"]
-    assert (codes.shape, codes.first, codes.start, codes.dtype, codes.nbytes) == ((300,), 0, 512, torch.int8, 300)
-    assert (scales.shape, scales.first, scales.start, scales.nbytes) == ((2,), 0, 2, 8)
-    assert (shown["w0", "exp_avg_scale"].start, shown["w0", "exp_avg_scale"].nbytes) == (0, 8)
-    assert (codes.has_codes, scales.has_codes, scales.order) == (True, False, None)
-    second_half = ShardPart(states.segments[0].slot, 0, 256, slice(0, 256))
-    later = StateTensor("exp_avg_scale", second_half, scales.tensor, width=256)
-    assert (later.shape, later.first) == ((2,), 1)
-    states.tensor("exp_avg_scale").copy_(torch.arange(1.0, 5.0))
-    states.tensor("exp_avg").fill_(127)
-    found = states.read("exp_avg", states.segments[1])
-    assert found.shape == (300,)
-    assert sorted(set(found.tolist())) == pytest.approx([3.0, 4.0])
 
 
 # --- loading -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from elixir.errors import InputError, StepError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.step.elementwise import check_elementwise
 from elixir.wrapper.step.user_optimizer import check_optimizer
-from tests.common import gpu, inside
+from tests.common import gpu
 from tests.common import user_optimizers as own
 from tests.common.early import chain, updating_early
 from tests.common.on_disk import on_disk
@@ -169,42 +169,3 @@ def test_replaced_methods_are_refused_and_those_of_schedulers_are_not() -> None:
     plain.note = print  # type: ignore[attr-defined]  # replaces nothing
     torch.optim.lr_scheduler.StepLR(plain, 1)
     ElixirOptimizer(module, plain)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_states_can_be_dropped_as_in_pytorch(mode: str) -> None:
-    """ReLoRA's way; what would have to show or take tensors raises, on either object, and names the way."""
-    it = chain()
-    with Pair(it, make_plan(it, mode)) as pair:
-        assert len(pair.optimizer.state) == 0
-        assert list(pair.optimizer.state.items()) == []
-        pair.train(3)
-        given = inside.stepper(pair.module).user.given  # type: ignore[attr-defined]
-        for state in (pair.optimizer.state, given.state):
-            for look in (len, list, dict, lambda each: each[next(iter(pair.plain.parameters()))]):
-                with pytest.raises(InputError, match=r"state_dict\(\) of the ElixirOptimizer.*load_state_dict\(\)"):
-                    look(state)
-        saved = pair.optimizer.state_dict()
-        for each in saved["state"].values():
-            each["exp_avg"].zero_()
-        pair.optimizer.load_state_dict(saved)
-        for each in pair.plain_optimizer.state.values():
-            each["exp_avg"].zero_()
-        pair.train(2)
-        pair.assert_same_weights()
-        for optimizer in (pair.optimizer, pair.plain_optimizer):
-            optimizer.state.clear()
-        assert pair.optimizer.state_dict()["state"] == {}
-        pair.train(2)
-
-
-def test_a_compiled_function_calls_the_step_as_it_is() -> None:
-    """Nothing steps on the host: the compiler's flag is one for all threads, and torch's steps there would see it."""
-    it = chain()
-    with Pair(it, make_plan(it, "resident")) as pair:
-        step = torch.compile(lambda: (pair.optimizer.step(), pair.optimizer.zero_grad()), backend="eager")
-        for _ in range(2):
-            pair.backward()
-            step()
-            pair.plain_optimizer.step()
-            pair.plain_optimizer.zero_grad()

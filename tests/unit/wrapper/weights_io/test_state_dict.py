@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir.errors import InputError
 from elixir.wrapper import ElixirModule
-from tests.common import gpu, inside
+from tests.common import gpu
 from tests.common.parity import MODES, Pair, case, make_plan, take_step
 
 
@@ -43,17 +43,6 @@ def test_round_trip_with_buffers(pair: Pair) -> None:
 @pytest.mark.sampled(every=2)
 def test_the_only_rank_is_the_first(pair: Pair) -> None:
     assert pair.module.state_dict(rank0_only=True).keys() == pair.module.state_dict().keys()
-
-
-@pytest.mark.sampled(every=2)
-def test_one_rank_copies_weights_from_where_they_lie(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(*_: object) -> None:
-        raise AssertionError("nothing is gathered, since one rank has all")
-
-    monkeypatch.setattr(inside.group(pair.module), "gather", gather)
-    state = pair.module.state_dict()
-    state["0.weight"].zero_()  # of the caller
-    monkeypatch.undo()
 
 
 @pytest.mark.sampled(every=2)
