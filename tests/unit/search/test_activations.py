@@ -76,8 +76,11 @@ def kept_of(trace: StepTrace) -> KeptResults:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
-def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.01), (torch.bfloat16, 0.03)])
+def test_a_choice_is_predicted_as_it_is_traced(dtype: torch.dtype, tolerance: float, share: float) -> None:
+    """In bfloat16, whose norms save a copy in float32, a layer that keeps everything lets go of its input."""
     it = wide()
+    it.model.to(dtype)
     whole = cpu_trace(it.model, it.inp, step_of(it))
     kept = kept_of(whole)
     count = int(share * len(kept.changes))
@@ -90,7 +93,7 @@ def test_a_choice_is_predicted_as_it_is_traced(share: float) -> None:
     assert len(mine.accesses) == len(traced.accesses)
     assert [info.grad_access for info in mine.parameters] == [info.grad_access for info in traced.parameters]
     peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+    assert peaks[0] == pytest.approx(peaks[1], rel=tolerance)
 
 
 @pytest.mark.parametrize("calls", ["both", "with references"])

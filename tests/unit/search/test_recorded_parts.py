@@ -32,7 +32,7 @@ from elixir.search.problem.activation_trace import (
     FIRST_INPUT,
     SMALLEST_BYTES,
     WHOLE,
-    SwappableStep,
+    StepUnits,
     kept_trace,
     movable_inputs,
     swapped_trace,
@@ -152,7 +152,7 @@ def kept_of(draw: random.Random) -> list[Any]:
         some = draw.sample(names, draw.randint(0, len(names)))
         keep = [draw.choice((None, tuple(draw.sample(made, draw.randint(0, len(made)))))) for _ in some]
         ways = [UnitActivations(*each) for each in zip(some, keep, strict=True)]
-        step = SwappableStep(plain)
+        step = StepUnits(plain)
         swap = [draw.random() < 0.7 and step.able(each.unit) for each in ways]
         ways = [
             replace(each, swap=WHOLE if each.keep is None else FIRST_INPUT) if moves else each
@@ -185,7 +185,7 @@ def kept_of(draw: random.Random) -> list[Any]:
     mixed = (*bare[: turn - 1], replace(bare[turn - 1], parameters=()), *again.accesses[turn:])
     steps = (again, moved, *(replace(moved, accesses=each) for each in (inside, pinned, bare, ends, mixed)))
     found += [pass_trace(each, size) for each in steps for size in (1, 2, 3)]
-    more = [list(SwappableStep(compiled).input_bytes)]
+    more = [list(StepUnits(compiled).input_bytes)]
     return [
         more,
         moved_of(plain),
