@@ -34,7 +34,7 @@ from elixir.search.propose.family import families
 from elixir.search.propose.search import BRIEF_WORK, WORK, ShapeSearch, judge_updates
 from elixir.search.propose.shortage import every_family, is_ruled_out, lacks_room, least_device, least_host, shortage
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.propose.variants import fastest, variants, with_units_as_one
+from elixir.search.propose.variants import WORTHWHILE, fastest, variants, with_units_as_one
 from elixir.search.propose.written_plan import to_plan
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest, check_count
@@ -275,6 +275,10 @@ class _Way:
     """Look no further than at the sizes that are tried first."""
     _made: dict[tuple[Setting, int], ShapeSearch] = field(default_factory=dict)
 
+    def compute_s(self) -> float:
+        """Seconds of compute in a step, wherever chunks are."""
+        return self.space.cost.compute_s
+
     def floor_s(self) -> float:
         """The least floor of all shapes of the sizes that are tried first."""
         floors = (search.floors() for search in self._searches(briefly=True))
@@ -318,12 +322,18 @@ class _Way:
 
 def _chosen(ways: Sequence[_Way]) -> _Way:
     """The way to fetch units with which the plan of a variant is made."""
-    return fastest(ways, (_Way.floor_s, _Way.nominal_s)) or ways[-1]
+    return fastest(ways, (_Way.compute_s, _Way.floor_s, _Way.nominal_s)) or ways[-1]
+
+
+def _floor_s(ways: Sequence[_Way]) -> float:
+    """Seconds that no way to fetch the units of a variant can beat: compute, if the floor of one is hardly above it."""
+    least_s = ways[0].compute_s()
+    return least_s if ways[0].floor_s() <= WORTHWHILE * least_s else min(way.floor_s() for way in ways)
 
 
 _LOOKS: tuple[Callable[[Sequence[_Way]], float], ...] = (
-    lambda ways: ways[0].space.cost.compute_s,
-    lambda ways: min(way.floor_s() for way in ways),
+    lambda ways: ways[0].compute_s(),
+    _floor_s,
     lambda ways: _chosen(ways).nominal_s(),
     lambda ways: _chosen(ways).plan_s(),
 )

@@ -16,11 +16,10 @@ from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.layer_units import repeated_layers
 from elixir.plan.activations import passes_together
-from elixir.plan.prediction import NOTICEABLE_SHARE
 from elixir.search.planner import Planning, budgets_of, least_need, packing_floors
 from elixir.search.propose.activation_choices import KeptResults, SwappedUnits
 from elixir.search.propose.family import spread
-from elixir.search.propose.variants import WORTHWHILE
+from elixir.search.propose.variants import WORTHWHILE, fastest
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates, main_dtype
@@ -28,10 +27,8 @@ from elixir.step_trace import StepTrace, UnitActivations
 
 LOOKS, ROUNDS = 4, 4
 """Steps in which the number of kept results goes from nothing to everything, and how often again next to the best."""
-MOST_WAYS, MOST_PLANNED = 8, 3
-"""Ways to move activations that are looked at, and choices that are planned."""
-NEARLY = 1 - NOTICEABLE_SHARE
-"""A choice whose floor is above this part of another's seconds is not planned."""
+MOST_WAYS = 8
+"""Ways to move activations that are looked at."""
 
 
 def that_keeps_everything(step: StepQuestion, built: nn.Module) -> StepQuestion:
@@ -82,7 +79,7 @@ def trace_that_keeps(
     _check_trace(every, one_by_one=one_by_one)
 
     @functools.cache
-    def traced(own: tuple[UnitActivations, ...]) -> StepTrace:
+    def traced(own: Own) -> StepTrace:
         return replace(step, activations=own).trace(hardware, model(), kinds)
 
     found = []
@@ -138,8 +135,8 @@ def _check_trace(whole: StepTrace, *, one_by_one: bool) -> None:
         raise InputError(f"activations='auto' cannot keep less than everything: {why}")
 
 
-Own = tuple[UnitActivations, ...] | None
-"""The results that units keep of their activations; None: everything."""
+Own = tuple[UnitActivations, ...]
+"""The activations of units; none: all keep everything."""
 
 
 class _Variants:
@@ -160,28 +157,28 @@ class _Variants:
         """The step with the choice whose floor is least, as it is predicted."""
         return self._floors[self.ranked()[0]][1]
 
-    def chosen(self, made: Callable[[tuple[UnitActivations, ...]], StepTrace]) -> StepTrace:
-        """The step with the activations of the fastest plan, hardly ever slower than one that keeps nothing, or all.
+    def chosen(self, made: Callable[[Own], StepTrace]) -> StepTrace:
+        """The step with the activations of the fastest plan.
 
         Args:
             made: gives the step with some activations. What it needs may differ a little from what was predicted for
                 the choice.
         """
-        best, best_s = None, math.inf
-        # What is exact may be slower than what was predicted, and than the simplest choices.
-        for own in dict.fromkeys((*self.ranked()[:MOST_PLANNED], None, self.nothing)):
-            least_s, trace = self._floors.get(own, (math.inf, self._whole))
-            if best is not None and least_s < best_s * NEARLY:
-                least_s = _planned_s(Question(trace, self._hardware, self._request))
-            if least_s >= best_s * NEARLY:
-                continue
-            found = self._whole if own is None else made(own)
-            step_s = _planned_s(Question(found, self._hardware, self._request))
-            if step_s < best_s:
-                best, best_s = found, step_s
-        if best is None:
-            return self._whole if self.nothing is None else made(self.nothing)
-        return best
+
+        def exact(own: Own) -> StepTrace:
+            return made(own) if own else self._whole
+
+        def seconds(trace: StepTrace) -> float:
+            return _planned_s(Question(trace, self._hardware, self._request))
+
+        looks: tuple[Callable[[Own], float], ...] = (
+            lambda own: self._floors[own][0],
+            lambda own: seconds(self._floors[own][1]),
+            lambda own: seconds(exact(own)),
+        )
+        # Choices that copy nothing are preferred: links may be slower than they are said to be.
+        best = fastest(sorted(self.ranked(), key=lambda own: any(it.swap for it in own)), looks)
+        return exact(self.nothing if best is None else best)
 
     def ranked(self) -> list[Own]:
         """All choices in order of their floors. If none fits, the first is the one that keeps no results."""
@@ -201,7 +198,7 @@ class _Variants:
 
     def _filling(self, count: int) -> Own:
         """The choice with so many of the changes."""
-        return None if count == len(self._kept.changes) else self._kept.activations(count)
+        return () if count == len(self._kept.changes) else self._kept.activations(count)
 
     def _look_at_moves(self) -> None:
         """The fastest ways by what compute and the links take, wherever chunks are."""
@@ -218,12 +215,16 @@ class _Variants:
         """Works out the floor of a choice."""
         if own in self._floors:
             return
-        trace = self._whole if own is None else self._units.trace(own)
+        trace = self._units.trace(own) if own else self._whole
         floors = packing_floors(Question(trace, self._hardware, self._request), self._sizes)
         self._sizes = self._sizes or tuple(size for _, size in floors[:1])
         self._floors[own] = floors[0][0] if floors else math.inf, trace
 
 
 def _planned_s(question: Question) -> float:
-    """Seconds of the fastest step at the rates of the machine; infinite if nothing fits."""
-    return Planning(question.nominal, briefly=True).nominal_s()
+    """Seconds of the fastest step at the rates of the machine; infinite if nothing fits, or the machine lacks what must
+    be free next to it."""
+    planning = Planning(question.nominal, briefly=True)
+    if budgets_of(question).machine_bytes is None:
+        return planning.nominal_s()
+    return math.inf if planning.plan is None else planning.plan.predicted.step_s

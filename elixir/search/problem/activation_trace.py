@@ -45,6 +45,8 @@ class _Again:
     last: int
     backward: int
     """The first access of its backward."""
+    dropped_bytes: int
+    """`StepUnits.dropped_bytes`."""
 
     @property
     def kept_bytes(self) -> int:
@@ -53,8 +55,8 @@ class _Again:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that it no longer holds from forward to backward."""
-        return sum(each.saved_bytes for each in self.forward.operators) - self.kept_bytes
+        """Bytes that it no longer holds from forward to backward, less those of its input, if only now it is held."""
+        return sum(each.saved_bytes for each in self.forward.operators) - self.kept_bytes - self.dropped_bytes
 
 
 def kept_bytes(forward: UnitForward, keep: frozenset[Result]) -> int:
@@ -117,17 +119,18 @@ def _runs(trace: StepTrace) -> dict[str, tuple[list[UnitRun], list[UnitRun]]]:
     return found
 
 
-def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> StepTrace:
+def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations], step: StepUnits | None = None) -> StepTrace:
     """The step with these activations; peaks and the curve of the trace stay those of the step that keeps everything.
 
     Args:
         trace: keeps everything.
         activations: of units with a forward (`StepTrace.forwards`).
+        step: the units of the trace, where they are known.
 
     Raises:
         InputError: the trace has no forward of one of them.
     """
-    again = _again(trace, activations)
+    again = _again(activations, step or StepUnits(trace))
     if not again:
         return replace(trace, step=replace(trace.step, activations=tuple(activations)))
     count = len(trace.accesses)
@@ -178,17 +181,16 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations]) -> Step
     )
 
 
-def _again(trace: StepTrace, activations: Sequence[UnitActivations]) -> list[_Again]:
-    forwards = {name: forward for forward in trace.forwards for name in forward.units}
-    calls = runs_of_calls(trace, saving_calls(trace))
+def _again(activations: Sequence[UnitActivations], step: StepUnits) -> list[_Again]:
     found = []
     for each in activations:
         if each.keep is None:
             continue
-        if each.unit not in forwards or not calls.get(each.unit):
+        if each.unit not in step.forwards or not step.runs.get(each.unit):
             raise InputError(f"the trace does not say what {each.unit!r} makes in forward; trace the model again")
-        unit, keep = forwards[each.unit], frozenset(each.keep)
-        found += [_Again(unit, keep, call.first, call.last, back.first) for call, back in calls[each.unit]]
+        forward, keep, dropped = step.forwards[each.unit], frozenset(each.keep), step.dropped_bytes.get(each.unit, 0)
+        runs = step.runs[each.unit]
+        found += [_Again(forward, keep, call.first, call.last, back.first, dropped) for call, back in runs]
     return found
 
 
@@ -226,8 +228,8 @@ def _made_again(trace: StepTrace, unit: _Again, position: int, kept: int) -> lis
     ]
 
 
-class SwappableStep:
-    """Bytes that units of a step could move.
+class StepUnits:
+    """Calls of a step's units, and bytes that they get, keep and could move.
 
     Args:
         whole: the trace of the step, whose units keep everything and can run again, or keep nothing.
@@ -236,24 +238,33 @@ class SwappableStep:
     def __init__(self, whole: StepTrace) -> None:
         names = [unit.name for unit in whole.units]
         compiled = whole.step.compiled  # where nothing says when a unit is over, or one after it
-        self._forwards = {name: forward for forward in whole.forwards for name in forward.units if name not in compiled}
+        self.forwards = {name: forward for forward in whole.forwards for name in forward.units}
+        """The forward of each unit that can run again."""
         self.calls = saving_calls(whole)
         """The calls of each unit that keep anything for backward."""
-        runs = {name: calls[0][0] for name, calls in runs_of_calls(whole, self.calls).items() if calls}
+        self.runs = runs_of_calls(whole, self.calls)
+        """The runs of these calls in forward, and the first ones of their backwards."""
         self.following = {
             name: after
             for name, after in pairwise(names)
-            if after in runs and after not in compiled and len(self.calls[name]) == len(self.calls[after])
+            if self.runs[after]
+            and not {name, after}.intersection(compiled)
+            and len(self.calls[name]) == len(self.calls[after])
         }
         """The unit that runs after each, as often."""
         left: dict[str, int] = {}
         """Bytes that a call of a unit leaves and does not save: what the one after it gets."""
         for name, after in self.following.items():
-            if name in runs and (name in self._forwards or name in whole.step.checkpointed):
-                begin, end = (whole.accesses[runs[each].first].kept_bytes for each in (name, after))
-                forward = self._forwards.get(name)
-                saved = 0 if forward is None else sum(each.saved_bytes for each in forward.operators)
-                left[name] = max(end - begin - saved, 0)
+            if self.runs[name] and (name in self.forwards or name in whole.step.checkpointed):
+                begin, end = (whole.accesses[self.runs[each][0][0].first].kept_bytes for each in (name, after))
+                left[name] = max(end - begin - (self._saved(name) if name in self.forwards else 0), 0)
+        self.dropped_bytes: dict[str, int] = {}
+        """Bytes of the input that a call of a unit holds if it runs again: nothing else may hold it in backward."""
+        for forward in whole.forwards:
+            # Nothing is left if what a unit returns takes the place of what it got. It makes that last.
+            if not min((left[name] for name in forward.units if name in left), default=1):
+                returned = (it.made_bytes - it.saved_bytes for it in reversed(forward.operators) if it.made_bytes)
+                self.dropped_bytes |= dict.fromkeys(forward.units, next(returned, 0))
         before = {after: name for name, after in self.following.items() if name in left}
         self._input_bytes = {name: min(left[each] for each in (before.get(name, name), name)) for name in left}
         """Bytes of the tensor that a call of a unit gets from the one before it. It leaves one as large: what else lies
@@ -262,6 +273,9 @@ class SwappableStep:
         """Bytes of these, of all calls that keep anything."""
         self.between = tuple(name for name in left if name in before and left[before[name]] == left[name])
         """Units that get from the one before it as much as they leave, and nothing else."""
+
+    def _saved(self, name: str) -> int:
+        return sum(each.saved_bytes for each in self.forwards[name].operators)
 
     def able(self, name: str) -> bool:
         """Whether a unit can move anything: another one runs after it."""
@@ -273,12 +287,11 @@ class SwappableStep:
         return sum(each.saved_bytes for each in self._moved(name)) * len(self.calls[name])
 
     def _moved(self, name: str) -> list[UnitOperator]:
-        return [each for each in self._forwards[name].operators if each.saved_bytes >= SMALLEST_BYTES]
+        return [each for each in self.forwards[name].operators if each.saved_bytes >= SMALLEST_BYTES]
 
     def nbytes(self, each: UnitActivations) -> int:
         """Bytes that a unit moves."""
-        rest = self.saved_bytes(each.unit) if each.swap == WHOLE else 0
-        return self.input_bytes[each.unit] + rest if each.swap else 0
+        return sum(self.pieces(each).values()) * len(self.calls[each.unit]) if each.swap else 0
 
     def pieces(self, each: UnitActivations) -> dict[int, int]:
         """Bytes that a call of a unit sends, by its access in forward during which they are made."""
@@ -291,7 +304,7 @@ class SwappableStep:
 def movable_inputs(trace: StepTrace) -> tuple[str, ...]:
     """The units that keep nothing and could move their input, in order; without the first of a stack, whose input a
     model may hold for as long as its forward runs."""
-    step = SwappableStep(trace)
+    step = StepUnits(trace)
     return tuple(name for name in trace.step.checkpointed if step.able(name) and name in step.between)
 
 
@@ -305,10 +318,10 @@ def with_inputs_on_host(trace: StepTrace, units: Collection[str]) -> StepTrace:
     moving = {name: UnitActivations(name, (), FIRST_INPUT) for name in units}
     activations = {each.unit: each for each in trace.step.activations} | moving
     step = replace(trace.step, activations=tuple(activations.values()))
-    return swapped_trace(replace(trace, step=step), SwappableStep(trace))
+    return swapped_trace(replace(trace, step=step), StepUnits(trace))
 
 
-def swapped_trace(trace: StepTrace, step: SwappableStep) -> StepTrace:
+def swapped_trace(trace: StepTrace, step: StepUnits) -> StepTrace:
     """The step with what `StepShape.activations` moves to the host.
 
     Args:

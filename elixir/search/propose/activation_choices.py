@@ -12,10 +12,9 @@ from typing import NamedTuple
 from elixir.search.problem.activation_trace import (
     FIRST_INPUT,
     WHOLE,
-    SwappableStep,
+    StepUnits,
     kept_bytes,
     kept_trace,
-    saving_calls,
     swapped_trace,
 )
 from elixir.search.problem.placement import Floats
@@ -50,6 +49,11 @@ class KeptResults:
     """The rates of the machine."""
 
     @cached_property
+    def units(self) -> StepUnits:
+        """Its units."""
+        return StepUnits(self.trace)
+
+    @cached_property
     def seconds(self) -> Floats:
         """Seconds of each of its operations."""
         return self.rates.operations_s(self.trace)
@@ -76,19 +80,18 @@ class KeptResults:
 
     def filled(self, count: int) -> StepTrace:
         """The step with that filling."""
-        return kept_trace(self.trace, self.activations(count))
+        return kept_trace(self.trace, self.activations(count), self.units)
 
     @cached_property
     def _ways(self) -> list[tuple[list[str], list[Choice]]]:
         """Units that do the same, and their choices, least first."""
         whole = {unit.name for unit in self.trace.units if unit.fetch == "parameters" or unit.form == "compiled"}
-        calls = saving_calls(self.trace)
         found = []
         for forward in self.trace.forwards:
             for some in (True, False):
                 units = [unit for unit in forward.units if (unit not in whole) == some]
                 if units:
-                    found.append((units, list(_best(self._choices(forward, len(calls[units[0]]), some=some)))))
+                    found.append((units, list(_best(self._choices(forward, units[0], some=some)))))
         return found
 
     @cached_property
@@ -101,8 +104,9 @@ class KeptResults:
             found |= {unit: _of(unit, least, 0.0).activations for unit in units if more or unit in without}
         return found
 
-    def _choices(self, forward: UnitForward, calls: int, *, some: bool) -> Iterator[Choice]:
-        """Nothing, more and more results unless `some` is false, and everything; in each of so many calls."""
+    def _choices(self, forward: UnitForward, unit: str, *, some: bool) -> Iterator[Choice]:
+        """Nothing, more and more results unless `some` is false, and everything; in each call of such a unit."""
+        calls, dropped_bytes = len(self.units.calls[unit]), self.units.dropped_bytes.get(unit, 0)
         yield Choice(UnitActivations("", ()), 0, 0.0)
         again = [
             (0.0 if each.operation is None else calls * float(self.seconds[each.operation]), each)
@@ -116,8 +120,8 @@ class KeptResults:
             saved_s += seconds
             kept = calls * kept_bytes(forward, frozenset(keep))
             yield Choice(UnitActivations("", tuple(sorted(keep))), kept, saved_s)
-        every = calls * sum(each.saved_bytes for each in forward.operators)
-        yield Choice(UnitActivations("", None), every, sum(seconds for seconds, _ in again))
+        every = sum(each.saved_bytes for each in forward.operators) - dropped_bytes
+        yield Choice(UnitActivations("", None), calls * max(every, 0), sum(seconds for seconds, _ in again))
 
 
 def _of(unit: str, choice: Choice, saved_s: float) -> Choice:
@@ -164,7 +168,7 @@ class SwappedUnits:
 
     def __init__(self, kept: KeptResults, rates: Rates) -> None:
         self._kept, self._rates = kept, rates
-        self._step = SwappableStep(kept.trace)
+        self._step = kept.units
         self._able = [unit.name for unit in kept.trace.units if self._step.able(unit.name)]
         self._saving = {name for forward in kept.trace.forwards for name in forward.units}
         self._saving.difference_update(kept.trace.step.compiled)
@@ -185,7 +189,7 @@ class SwappedUnits:
 
     def trace(self, activations: tuple[UnitActivations, ...]) -> StepTrace:
         """The step with some activations of its units, as it is predicted."""
-        return swapped_trace(kept_trace(self._kept.trace, activations), self._step)
+        return swapped_trace(kept_trace(self._kept.trace, activations, self._step), self._step)
 
     def ways(self, spare_bytes: int, host_bytes: int, compute_s: float) -> Iterator[Swaps]:
         """Ways for which the host has room, each with the largest filling for which the device has.
@@ -223,7 +227,7 @@ class SwappedUnits:
             unit = each.unit
             if unit not in whole:
                 if each.keep is None and unit in self._saving:
-                    kept = self._step.saved_bytes(unit)
+                    kept = self._step.saved_bytes(unit) - self._step.dropped_bytes.get(unit, 0)
                 nbytes += kept - held.get(unit, 0)
                 seconds -= saved_s
                 held[unit] = kept

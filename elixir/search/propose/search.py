@@ -224,8 +224,10 @@ class ShapeSearch:
                     if not first or high - low <= 2:
                         break
                     grid = spread(low, high)
-        # Of shapes with equal floors the one that fetches further ahead is likelier to reach it.
-        return sorted(((floor, shape) for shape, floor in found.items()), key=lambda each: (each[0], -each[1].depth))
+        # Of shapes with about equal floors the one that fetches further ahead is likelier to reach it.
+        ranked = sorted(((floor, shape) for shape, floor in found.items()), key=lambda each: (each[0], -each[1].depth))
+        enough = ranked[0][0] * (1 + GAP) if ranked else 0.0
+        return sorted(ranked, key=lambda each: (each[0] > enough, -each[1].depth if each[0] <= enough else 0))
 
     def _of_grid(self, family: Family, grid: Ints, blocks: int, aim: Aim) -> Floats:
         """Scores that floors allow with so many states away; those of all scenarios are worked out at once."""

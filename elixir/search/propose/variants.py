@@ -93,5 +93,7 @@ def fastest(ways: Sequence[Way], looks: Sequence[Callable[[Way], float]], worth:
             return ways[taken] if done else None
         least_s = min(seconds[at] for at in rest)
         at = next(at for at in rest if seconds[at] <= worth * least_s)  # if it wins, no other needs a closer look
+        if len(rest) == 1 and not done:  # then only the last look tells anything
+            looked[at] = len(looks) - 1
         seconds[at] = looks[looked[at]](ways[at])
         looked[at] += 1

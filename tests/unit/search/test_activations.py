@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from benchmark.observe import observe_step
 from elixir.access.activations import recomputing
+from elixir.cli import main
 from elixir.errors import InputError, PlanError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
@@ -72,6 +73,27 @@ def step_of(it: Case) -> Any:
 
 def kept_of(trace: StepTrace) -> KeptResults:
     return KeptResults(trace, Rates(CPU, "float32", 1, 1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.01), (torch.bfloat16, 0.03)])
+def test_a_choice_is_predicted_as_it_is_traced(dtype: torch.dtype, tolerance: float, share: float) -> None:
+    """In bfloat16, whose norms save a copy in float32, a layer that keeps everything lets go of its input."""
+    it = wide()
+    it.model.to(dtype)
+    whole = cpu_trace(it.model, it.inp, step_of(it))
+    kept = kept_of(whole)
+    count = int(share * len(kept.changes))
+    mine, traced = (
+        kept.filled(count),
+        cpu_trace(it.model, it.inp, step_of(it), shape=StepShape(activations=kept.activations(count))),
+    )
+    assert mine.units == traced.units
+    assert mine.flops == traced.flops
+    assert len(mine.accesses) == len(traced.accesses)
+    assert [info.grad_access for info in mine.parameters] == [info.grad_access for info in traced.parameters]
+    peaks = [max(access.live_bytes for access in each.accesses) for each in (mine, traced)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=tolerance)
 
 
 def assert_same_bits(it: Case, plain: nn.Module, plan: Plan) -> None:
@@ -211,3 +233,9 @@ def test_what_is_refused() -> None:
         search_batches(lambda batch, form: trace, preset("cpu"), 1, samples=1, activations="auto")
     with pytest.raises(InputError, match="trace the model again"):
         kept_trace(trace, [UnitActivations("begin", (Result("aten.mm.default", 0),))])
+
+
+def test_a_machine_that_has_no_room_for_all_results_keeps_fewer() -> None:
+    """On a CPU all of the machine's memory may be the device's or the host's, but not both."""
+    step = ["opt-125m", "--hardware", "cpu", "--host-memory", "3.7GiB", "--batch", "4", "--seq", "512"]
+    assert main(["plan", *step, "--activations", "auto", "--no-levers", "--brief"]) == 0

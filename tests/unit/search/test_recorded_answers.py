@@ -22,7 +22,7 @@ from elixir.hardware.promises import Memory, Outstanding
 from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.budgets import disk_budget, host_memory_here, resolve_budgets, warn_if_disk_full
 from elixir.search.planner import simple_plan
-from elixir.search.problem.activation_trace import SwappableStep, kept_trace, swapped_trace
+from elixir.search.problem.activation_trace import StepUnits, kept_trace, swapped_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import StepTrace
@@ -122,7 +122,7 @@ def kept(draw: random.Random, name: str) -> dict[str, Any]:
 
     def traced(step: StepQuestion, *_: Any) -> StepTrace:
         asked.append(step.activations)
-        return swapped_trace(kept_trace(whole, step.activations), SwappableStep(whole))
+        return swapped_trace(kept_trace(whole, step.activations), StepUnits(whole))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepQuestion, "trace", traced)

@@ -10,7 +10,7 @@ import torch
 
 from elixir.hardware.profile import preset
 from elixir.search import optimal_search
-from elixir.search.problem.activation_trace import FIRST_INPUT, WHOLE, SwappableStep, kept_trace, swapped_trace
+from elixir.search.problem.activation_trace import FIRST_INPUT, WHOLE, StepUnits, kept_trace, swapped_trace
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common.parity import Case
@@ -33,7 +33,7 @@ def longer() -> Case:
 
 def predicted_and_traced(turns: str, it: Case) -> tuple[StepTrace, StepTrace]:
     whole = cpu_trace(it.model, it.inp, step_of(it))
-    step, own = SwappableStep(whole), []
+    step, own = StepUnits(whole), []
     for number, unit in enumerate(whole.units):
         keep, swap = TURNS[turns][number % len(TURNS[turns])]
         own.append(UnitActivations(unit.name, keep, swap if step.able(unit.name) else ()))
