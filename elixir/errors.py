@@ -175,7 +175,7 @@ class Lever:
     step_s: float | None = None
     """Seconds of the step with it, where it suffices; None where it does not, or is not known to."""
     enough: bool = True
-    """False if it was tried and does not suffice by itself."""
+    """False if it is known not to suffice by itself."""
 
 
 class PlanError(ElixirError, RuntimeError):
@@ -227,9 +227,9 @@ def _by_worth(lever: Lever) -> tuple[bool, bool, float, bool, bool, int, str]:
 def _effect_of(lever: Lever) -> str:
     if lever.step_s is not None:
         return f" (enough: {lever.step_s:.3g} s a step)"
-    if not lever.enough:
-        return " (not enough alone)"
-    return f" ({lever.effect} {readable_bytes(lever.saves_bytes)})" if lever.saves_bytes else ""
+    said = [f"{lever.effect} {readable_bytes(lever.saves_bytes)}"] if lever.saves_bytes else []
+    said += [] if lever.enough else ["not enough alone"]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _in_arguments(lever: Lever) -> str:

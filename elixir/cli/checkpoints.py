@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,7 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
     elif args.action == "prune":
         yield from _pruned(folder, args.keep)
     elif args.action == "verify":
-        found = _checkpoints(folder)
-        for each in found:
-            problems = verify(each)
-            for problem in problems[:SHOWN_PROBLEMS]:
-                output.note(str(problem))
-            if problems:
-                raise CheckpointCorrupt(f"{len(problems)} problems; load the one before", path=each)
-            yield f"{each}: whole"
-        yield {"whole": [*map(str, found)]}
+        yield from _verified(_checkpoints(folder))
     else:
         records = [_record(each) for each in _checkpoints(folder)]
         yield records[0] if _is_one(folder) else {"checkpoints": records}
@@ -65,6 +57,22 @@ def _record(folder: Path) -> dict[str, Any]:
         "values": [*index.values, *(index.rank_values[0] if index.rank_values else {})],
         "frozen": index.has_frozen,
     }
+
+
+def _verified(found: Sequence[Path]) -> Iterator[output.Said]:
+    problems: dict[Path, list[str]] = {}
+    for each in found:
+        if said := [str(problem) for problem in verify(each)]:
+            problems[each] = said
+        for line in said[:SHOWN_PROBLEMS]:
+            output.note(line)
+        yield f"{each}: {f'damaged, problems: {len(said)}' if said else 'whole'}"
+    whole = [each for each in found if each not in problems]
+    damaged = {str(each): said for each, said in problems.items()}
+    yield {"whole": [*map(str, whole)], "damaged": damaged}
+    if problems:
+        way = f"load {whole[0]}" if whole else "load another"
+        raise CheckpointCorrupt(f"problems: {sum(map(len, problems.values()))}; {way}", path=next(iter(problems)))
 
 
 def _pruned(folder: Path, keep: int | None) -> Iterator[output.Said]:

@@ -154,18 +154,23 @@ def for_memory(question: Question) -> Iterator[Change]:
     trace, request = question.trace, question.request
     if trace.forwards and request.pass_size == 1 and not trace.checkpointed_modules:
         yield CHOOSE_ACTIVATIONS
-    samples = trace.step.samples
-    if samples and samples % 2 == 0 and trace.step.checkpoint is not None and not trace.step.forward:
-        twice, half = 2 * request.accumulation, samples // 2
-        options = (("batch", str(half)), ("accumulation", str(twice)))
-        action = f"cut the step into {twice} batches of {half}"
-        yield Change(("accumulation",), action, options, (("accumulation", twice),), (("batch", half),))
+    yield from in_parts(question, 2)
     if request.placement != "auto":
         action = f"let weights and states live on host and device (instead of placement '{request.placement}')"
         yield Change(("placement",), action, (("placement", "auto"),), (("placement", "auto"),))
     if request.replicas not in (1, "auto"):
         action = f"shard over all {request.world_size} ranks (instead of {request.replicas} replicas)"
         yield Change(("placement",), action, (("replicas", "1"),), (("replicas", 1),))
+
+
+def in_parts(question: Question, parts: int) -> Iterator[Change]:
+    """The samples of a step in `parts` times as many micro-batches, if they can be cut so."""
+    step = question.trace.step
+    if step.samples and step.samples % parts == 0 and step.checkpoint is not None and not step.forward:
+        count, size = parts * question.request.accumulation, step.samples // parts
+        options = (("batch", str(size)), ("accumulation", str(count)))
+        action = f"cut the step into {count} batches of {size}"
+        yield Change(("accumulation",), action, options, (("accumulation", count),), (("batch", size),))
 
 
 def more_machine(question: Question, which: Literal["device", "host"], size: str, size_bytes: int) -> Iterator[Change]:

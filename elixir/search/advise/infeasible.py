@@ -10,7 +10,7 @@ from typing import Any
 from elixir.errors import Lever, PlanError, how_far, readable_bytes
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
-from elixir.search.advise.changes import Change, for_memory, more_machine
+from elixir.search.advise.changes import Change, for_memory, in_parts, more_machine
 from elixir.search.budgets import processes_bytes
 from elixir.search.planner import budgets_of, least_bytes, least_host_bytes, planned, setting_for
 from elixir.search.problem.placement import Spill
@@ -22,6 +22,8 @@ from elixir.units import LARGEST_BYTES, format_bytes
 
 MOST_HOLDERS = 3
 """Origins of memory at the peak that an error names."""
+MOST_CUTS = 2
+"""Cuts of the batch into more than two parts that are planned if no change is enough alone."""
 MOST_PAIRS = 8
 """Pairs of changes that are planned if no change is enough alone."""
 
@@ -48,7 +50,13 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
     machine = list(more_machine(question, "device" if short_of_device else "host", size, needed_bytes))
     tried = {change: _tried(change, question) for change in (*job, *machine)}
     found, short = tried, {change: answer for change, answer in tried.items() if answer is None}
-    if len(short) == len(tried):
+    smaller: tuple[Change, Answer] | None = None
+    if len(short) == len(tried) and short_of_device:
+        cuts = itertools.islice(_smaller_batches(question, budgets), MOST_CUTS)
+        smaller = next(((cut, answer) for cut in cuts if (answer := _tried(cut, question)) is not None), None)
+    if smaller is not None:
+        found, short = dict([smaller]), {each: None for each in short if each.kinds != smaller[0].kinds}
+    elif len(short) == len(tried):
         more_of_both = _with_host(machine, question) if short_of_device else ()
         found = {pair: _tried(pair, question) for pair in (*_pairs(job), *more_of_both)}
     enough = {change: answer for change, answer in found.items() if answer is not None}
@@ -145,6 +153,14 @@ def _with_host(changes: Sequence[Change], question: Question) -> Iterator[Change
             yield replace(change + next(more_machine(changed, "host", size, needed_bytes)), kinds=change.kinds)
 
 
+def _smaller_batches(question: Question, budgets: Budgets) -> Iterator[Change]:
+    """The batch in more than two parts: the fewest first whose activations the device may hold."""
+    kept, samples = question.trace.workspace_bytes, question.trace.step.samples or 0
+    least = max(-(-(live_bytes(question.trace) - kept) // max(budgets.device_bytes - kept, 1)), 3)
+    for parts in range(least, samples + 1):
+        yield from in_parts(question, parts)
+
+
 def _pairs(changes: Sequence[Change]) -> list[Change]:
     """Two changes of different kinds at once, those that save most of each kind first."""
     strongest = [change for change in changes if dict(change.options).get("moments") != "bfloat16"]
@@ -171,10 +187,11 @@ def _estimated(
         short_of_device: the device's memory is short, not the host's.
         fewer_bits: moments in fewer bits suffice, so that no disk is needed.
     """
-    which = "device" if short_of_device else "host"
+    which, short_bytes = "device" if short_of_device else "host", error.needed_bytes - error.available_bytes
     reserve_bytes = budgets.device_reserve_bytes if short_of_device else budgets.host_reserve_bytes
     if reserve_bytes:
-        yield Lever(f"keep back less of the {which}", reserve_bytes, "adds", f"{which}_reserve")
+        enough = reserve_bytes >= short_bytes
+        yield Lever(f"keep back less of the {which}", reserve_bytes, "adds", f"{which}_reserve", enough=enough)
     may_recompute = not (question.trace.checkpointed_modules or question.trace.step.forward)
     if short_of_device and may_recompute and "checkpoint" not in settled:
         yield Lever("turn on activation checkpointing and trace again", 0, argument="checkpoint")
@@ -203,9 +220,10 @@ def _estimated(
             needed_bytes = error.needed_bytes - (0 if short_of_device else budgets.other_bytes)
             saved = needed_bytes - least_bytes(asked, None if short_of_device else budgets.device_bytes, **changes)
             if saved > 0:
-                first = argument == "fused_kernels" and saved >= error.needed_bytes - error.available_bytes
-                last = fewer_bits and argument == "disk_memory"
-                yield Lever(action, saved, argument=argument, value=value, comes_first=first, comes_last=last)
+                enough, last = saved >= short_bytes, fewer_bits and argument == "disk_memory"
+                first = enough and argument == "fused_kernels"
+                lever = Lever(action, saved, argument=argument, value=value, comes_first=first, comes_last=last)
+                yield replace(lever, enough=enough)
 
 
 def _disk_action(question: Question, budgets: Budgets) -> str:

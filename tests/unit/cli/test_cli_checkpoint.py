@@ -46,16 +46,22 @@ def test_verify(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(content)
     assert main(["checkpoint", "verify", str(runs / "step-00000020")]) == 2
     assert "wrong checksum" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(runs), "--json"]) == 2
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert [Path(each).name for each in found["whole"]] == ["step-00000030", "step-00000010"]
+    assert [Path(each).name for each in found["damaged"]] == ["step-00000020"]
+    assert f"load {runs / 'step-00000030'}" in said.err
 
 
 def test_every_action_has_a_record(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of_action = {"verify": "whole", "export": "written", "prune": "removed"}
-    for action, name in of_action.items():
+    of_action = {"verify": ["whole", "damaged"], "export": ["written"], "prune": ["removed"]}
+    for action, names in of_action.items():
         more = ["--hf", str(tmp_path / "hf")] if action == "export" else []
         assert main(["checkpoint", action, str(runs), "--json", *more]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert [*found] == [name]
-        assert found[name]
+        assert [*found] == names
+        assert found[names[0]]
 
 
 def test_export(runs: Path, tmp_path: Path) -> None:

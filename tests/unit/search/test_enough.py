@@ -14,7 +14,7 @@ from elixir.hardware.profile import preset
 from elixir.search import plan_from_trace
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.planner import planned
-from elixir.search.question import Question
+from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Contributor, StepTrace
 from elixir.units import GIB, MIB
@@ -133,3 +133,17 @@ def test_the_first_advice_suffices_for_passes_of_several_micro_batches(seed: int
     assert [name for name, _ in first.options] == ["device_memory", "host_budget"]
     made = plan_from_trace(step, machine, ranks, **options | dict(first.options))
     assert made.predicted.step_s == pytest.approx(first.step_s, rel=0.01)
+
+
+def test_a_batch_that_is_far_too_large_is_cut_into_the_fewest_parts_that_fit() -> None:
+    machine, named = preset("rtx3090"), StepQuestion(model="opt-125m", batch=256, seq=128, dtype="bfloat16")
+    with pytest.raises(PlanError) as caught:
+        plan_from_trace(named.trace(machine), machine, 1, device_memory=2 * GIB, host_budget=16 * GIB)
+    first = caught.value.levers[0]
+    given = {name: int(value) for name, value in first.options}
+    assert given["batch"] * given["accumulation"] == 256
+    assert 2 < given["accumulation"] < 256
+    smaller = replace(named, batch=given["batch"]).trace(machine)
+    plan_from_trace(
+        smaller, machine, 1, device_memory=2 * GIB, host_budget=16 * GIB, accumulation=given["accumulation"]
+    )
