@@ -107,7 +107,8 @@ def config_of(model: str | ModelShape | Mapping[str, Any]) -> Mapping[str, Any] 
         return read_config(path)
     if _FACTORY.fullmatch(model):
         return None
-    raise InputError(f"{unknown_name('model', model, model_names())}; or give a config.json, or module:function")
+    unknown = unknown_name("model", model, model_names())
+    raise InputError(f"{unknown} (a model is a name that `elixir models` lists, a config.json, or module:function)")
 
 
 def _from_config(
