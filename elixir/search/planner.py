@@ -87,7 +87,8 @@ class Planning:
         """Memory that must be free for plans that the machine has too little for."""
 
     def nominal_s(self) -> float:
-        """Seconds of the fastest plan at the rates of the machine; infinite where nothing fits."""
+        """Seconds of the fastest plan at the rates of the machine; infinite where nothing fits. Unlike `plan` it does
+        not ask whether the machine has what must be free next to the plan."""
         found = (fastest(self._variants(budgets), _LOOKS[:-1]) for budgets in self._offered)
         return next((_chosen(best).nominal_s() for best in found if best is not None), math.inf)
 

@@ -55,7 +55,8 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         cuts = itertools.islice(_smaller_batches(question, budgets), MOST_CUTS)
         smaller = next(((cut, answer) for cut in cuts if (answer := _tried(cut, question)) is not None), None)
     if smaller is not None:
-        found, short = dict([smaller]), {each: None for each in short if each.kinds != smaller[0].kinds}
+        cut, answer = smaller
+        found, short = {cut: answer}, {each: None for each in short if each.kinds != cut.kinds}
     elif len(short) == len(tried):
         more_of_both = _with_host(machine, question) if short_of_device else ()
         found = {pair: _tried(pair, question) for pair in (*_pairs(job), *more_of_both)}
