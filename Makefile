@@ -83,7 +83,7 @@ release-check: wheel
 ON_CUDA := tests/gpu
 # ... and what takes longer.
 MORE_ON_CUDA := $(patsubst %,tests/unit/wrapper/step/test_%.py,\
-                    early_updates early_updates_memory staging optimizer order_of_updates precision moments \
+                    early_updates early_updates_memory staging optimizer precision moments \
                     adam_over_shards states_on_disk disk_in_use) \
                 $(patsubst %,tests/unit/wrapper/test_%.py,wrap gradients rehome) \
                 $(patsubst %,tests/unit/wrapper/assemble/test_%.py,building) \

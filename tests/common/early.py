@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
 from tests.common import inside
-from tests.common.parity import Case, Pair, make_plan, rehomed, square_loss
+from tests.common.parity import Case, make_plan, rehomed, square_loss
 
 HOMES = ("streamed", "states", "mixed")
 """Everything on the host; weights on the device and states on the host; chunks of every kind in turn."""
@@ -41,19 +40,6 @@ class Chain(nn.Module):
 def chain(layers: int = 4) -> Case:
     torch.manual_seed(0)
     return Case(Chain(layers), {"x": torch.randn(4, 8)}, square_loss)
-
-
-def backward_watched(pair: Pair, look: Callable[[torch.Tensor], None]) -> None:
-    """Forward and backward of a `chain` under its plan; `look` is called when backward has come to the first layer."""
-
-    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(look)
-
-    layers: Any = pair.module.module.layers
-    handle = layers[0].register_forward_hook(watch)
-    loss = pair.case.loss(pair.module, pair.case.inp)
-    handle.remove()
-    pair.optimizer.backward(loss)
 
 
 def updating_early(case: Case, homes: str = "streamed", **options: Any) -> Plan:

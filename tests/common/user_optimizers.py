@@ -27,19 +27,6 @@ class Own(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
-class Replacing(Own):
-    """Makes a new tensor for its mean in every step, and keeps a number."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, parameters in self.stepped():
-            for p in parameters:
-                state = self.state[p]
-                mean = state.get("mean", torch.zeros_like(p)) * 0.5 + p.grad
-                self.state[p] = {"mean": mean, "seen": state.get("seen", 0) + 1}
-                p.sub_(mean, alpha=group["lr"])
-
-
 class Averaging(Own):
     """Rewrites weights for training and for evaluation, as optimizers without a schedule do."""
 
@@ -60,23 +47,6 @@ class Counting(Own):
                 group["step"] = group.get("step", 0) + 1
             for p in parameters:
                 p.sub_(p.grad, alpha=group["lr"] * min(1.0, group["step"] / 8))
-
-
-class Memo(Own):
-    """Keeps what it has worked out in a list in its groups."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr, known=[[None, None] for _ in range(4)])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, parameters in self.stepped():
-            for p in parameters:
-                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-                known = group["known"][count % 4]
-                if known[0] != count:
-                    known[:] = [count, 1 / count]
-                p.sub_(p.grad, alpha=group["lr"] * known[1])
 
 
 class Estimating(Own):
@@ -202,23 +172,6 @@ class Swapping(Own):
                 state["one"], state["other"] = other, one
                 state["one"].mul_(0.5).add_(p.grad)
                 p.sub_(state["one"] - 0.3 * state["other"], alpha=group["lr"])
-
-
-class Numbering(Own):
-    """Makes a number for each weight in its constructor."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["count"] = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, parameters in self.stepped():
-            for p in parameters:
-                self.state[p]["count"] += 1
-                p.sub_(p.grad, alpha=group["lr"] / self.state[p]["count"])
 
 
 class Decaying(Own):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,21 @@ from elixir.wrapper import ElixirModule
 from tests.common import inside
 from tests.common.gpu import needs_gpu, needs_pretended_gpu
 from tests.common.parity import case, make_plan
-from tests.common.smaps import kernel_flags
 from tests.cuda_emulator import install
 
 pytestmark = needs_gpu
+
+
+def kernel_flags(tensor: torch.Tensor) -> set[str]:
+    """The kernel's flags of the mapping in which a tensor begins, such as ``dc``: not copied by fork."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            inside = int(bounds[1], 16) <= tensor.data_ptr() < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError("the tensor lies in no mapping")
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 3_000_001])

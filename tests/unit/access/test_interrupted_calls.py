@@ -95,13 +95,6 @@ def test_an_interrupt_of_user_code_is_raised_at_once() -> None:
     assert done == []
 
 
-def test_an_interrupt_of_the_runtime_is_raised_when_its_call_returns() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        done.append(str(call(lambda: call(interrupt))))
-    assert done == ["interrupted", "call", "call"]
-    assert call(nothing) == 3
-
-
 def test_user_code_inside_of_the_runtime_is_user_code() -> None:
     with pytest.raises(KeyboardInterrupt):
         RUNTIME["call_user_code"](interrupt)

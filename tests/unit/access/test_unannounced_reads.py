@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elixir.access.placeholders import is_absent, marked
 from elixir.errors import InputError
 from tests.common import gpu
 from tests.common.parity import Case, Pair, make_plan, square_loss
@@ -165,49 +163,6 @@ def test_trains_with_the_bits_of_plain_pytorch(name: str) -> None:
     trains(case_of(FORMS[name]), "streamed")
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.full((WIDTH,), 0.7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * self.scale
-
-    @torch.jit.export
-    def other(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * 2
-
-
-class Outer(nn.Module):
-    def __init__(self, inner: Any, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
-        self.how = call
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.after(self.how(self.inner, self.before(input)))
-
-
-SCRIPTED: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
-    "scripted": (lambda: torch.jit.script(Inner()), lambda inner, x: inner(x)),
-    "another_method": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.other(x)),
-    "its_forward": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.forward(x)),
-    "part_of_it": (lambda: torch.jit.script(Inner()), lambda inner, x: inner.linear(x)),
-    "traced": (lambda: torch.jit.trace(Inner(), torch.ones(4, WIDTH)), lambda inner, x: inner(x)),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTED)
-def test_torchscript_modules_inside_a_model(name: str) -> None:
-    make, call = SCRIPTED[name]
-    models = []
-    for _ in range(2):  # a copy of a TorchScript module has weights that are no leaves
-        torch.manual_seed(0)
-        models.append(Outer(make(), call))
-    trains(Case(models[0], {"input": torch.randn(4, WIDTH)}, square_loss), "streamed", models[1])
-
-
 def test_outside_of_a_forward_it_is_read_as_well_and_not_written() -> None:
     it = case_of(FORMS["script"])
     with Pair(it, make_plan(it, "streamed", split_number=20)) as pair:
@@ -270,37 +225,6 @@ def test_code_that_takes_the_address_of_a_weight_of_another_layer_is_refused_wit
             pair.module(**pair.case.inp)
         last.taken = ()
         pair.train(1)
-
-
-@gpu.on_the_cpu("numpy's arrays have its memory")
-def test_what_stays_unseen() -> None:
-    """Memory that is no tensor any more, kept beyond the module that took it: docs/design/runtime.md says so."""
-    kept: dict[str, Any] = {}
-
-    def keep(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        kept["numpy"] = layer.weight.detach().numpy()
-        kept["dlpack"] = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(layer.weight.detach()))
-        kept["then"] = layer.weight.detach().clone()
-        assert np.array_equal(kept["numpy"], kept["then"].numpy()), "inside of the module it is the weight"
-        return x @ layer.weight
-
-    it = case_of(around(lambda layer, x: x @ layer.weight))
-    with Pair(it, make_plan(it, "streamed", split_number=20), evict_always=True) as pair:
-        pair.module.module.how = keep
-        with torch.no_grad():
-            pair.module(**pair.case.inp)
-        assert not np.array_equal(kept["numpy"], kept["then"].numpy())
-        assert not torch.equal(kept["dlpack"], kept["then"])
-    docs = (Path(__file__).parents[3] / "docs" / "design" / "runtime.md").read_text(encoding="utf-8")
-    assert "## What stays unseen" in docs
-
-
-def test_a_marked_tensor_is_the_same_memory_and_an_ordinary_one_to_who_has_announced_it() -> None:
-    memory = torch.arange(6.0)
-    same = marked(memory)
-    assert same.data_ptr() == memory.data_ptr()
-    assert not is_absent(same)
-    assert torch.equal(same + 1, memory + 1)
 
 
 EXTENSION = """

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir.access.interception import TrackedView
 from elixir.errors import InputError
 from tests.common import inside
-from tests.common.parity import Case, Pair, assert_as_planned, make_plan, square_loss
+from tests.common.parity import Case, Pair, make_plan, square_loss
 
 WIDTH = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -217,16 +217,6 @@ def test_views_have_the_values_of_plain_pytorch(mode: str, forward: Forward) -> 
             assert not any(type(value) is TrackedView for value in pair.module.state_dict().values()), name
 
 
-@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
-def test_uses_through_views_are_foreseen(forward: Forward) -> None:
-    it = case_of(forward)
-    plan = make_plan(it, "streamed", split_number=12)
-    with Pair(it, plan, optimizer=sgd) as pair:
-        for _ in range(2):
-            pair.train(1)
-            assert assert_as_planned(pair.module).observed["loads"] == plan.predicted.loads
-
-
 def hold(net: Layer, x: torch.Tensor) -> torch.Tensor:
     """Keeps a view for a test, or uses the one that is kept."""
     kept: list[torch.Tensor] = net.__dict__.setdefault("kept", [])
@@ -366,10 +356,3 @@ def conjugated(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     numbers = torch.view_as_complex(layer.weight.view(WIDTH, WIDTH // 2, 2)).conj()
     x = torch.view_as_complex(layer.before(x).view(WIDTH, WIDTH // 2, 2)) * numbers
     return layer.after(torch.view_as_real(x).reshape(WIDTH, WIDTH))
-
-
-def test_a_conjugated_view_has_the_gradients_of_plain_pytorch() -> None:
-    it = case_of(conjugated, layers=2)
-    with Pair(it, make_plan(it, "streamed", split_number=12), optimizer=sgd) as pair:
-        pair.train(2)
-        pair.assert_same_weights()

@@ -64,25 +64,3 @@ def test_the_tightest_control_group_caps_free_and_total(monkeypatch: pytest.Monk
     assert in_groups(monkeypatch, tmp_path, member) == [2 * MIB, 3 * MIB]
     write(tmp_path / "job", memory__max=MIB, memory__current=2 * MIB)
     assert in_groups(monkeypatch, tmp_path, member) == [0, MIB]
-
-
-class FakeCuda:
-    """The calls `free_device_bytes` makes, answered without a device."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 2
-
-    def current_device(self) -> int:
-        return 1
-
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        return (10 + index, 100)
-
-    def memory_reserved(self, index: int) -> int:
-        return 50
-
-    def memory_allocated(self, index: int) -> int:
-        return 20

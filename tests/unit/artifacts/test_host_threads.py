@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from elixir.chunk.lanes import ThreadLane
 from elixir.errors import InputError
@@ -25,14 +22,10 @@ from elixir.hardware.host_share import (
     rank_threads,
     use_threads,
 )
-from elixir.kernels.adam.adam_rule import AdamOptions
-from elixir.kernels.adam.moments import MasterStates, make_moments
-from elixir.kernels.adam.step import Combination, build_kernel
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import inside
-from tests.common.parity import Case, case, make_plan, square_loss
+from tests.common.parity import case, make_plan
 
-linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can be seen and bound on Linux only")
 counts = st.integers(1, 300)
 
 
@@ -82,13 +75,6 @@ def lane() -> Iterator[ThreadLane]:
     it.close()
 
 
-def _compiled() -> Callable[[], object]:
-    kernel = build_kernel(Combination(torch.bfloat16, torch.bfloat16, "float32"))
-    states = MasterStates(torch.zeros(2**20), make_moments(2**20, "float32", "cpu"))
-    gradient = torch.ones_like(states.master, dtype=torch.bfloat16)
-    return partial(kernel, gradient, states, states, torch.zeros_like(gradient), AdamOptions(), 1, 1.0, 0)
-
-
 def test_a_core_that_is_not_there_is_no_reason_to_stop(lane: ThreadLane, caplog: pytest.LogCaptureFixture) -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("nothing is bound")
@@ -111,14 +97,6 @@ def _on_lane(module: ElixirModule) -> int:
     seen: list[int] = []
     inside.lane(module, "host_adam").submit(lambda: seen.append(torch.get_num_threads())).wait()
     return seen[0]
-
-
-def test_threads_that_step_nothing_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    it = Case(nn.Linear(8, 8), {"input": torch.randn(2, 8)}, square_loss)
-    module = ElixirModule(it.model, make_plan(it, "resident"), device="cpu")
-    with caplog.at_level(logging.INFO, "elixir"):
-        ElixirOptimizer(module, torch.optim.AdamW(module.parameters()))
-    assert "threads of the host's Adam" not in caplog.text
 
 
 def test_by_default_the_rule_says(module: ElixirModule) -> None:

@@ -248,6 +248,3 @@ def test_parameters_begin_with_whole_blocks_of_the_widest_dtype() -> None:
     assert alignment_bytes("float32", ["float64"]) == PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", ["bfloat16", "float32"]) == 4 * BLOCK_NUMEL > PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", []) == max(BLOCK_NUMEL, PARAM_ALIGNMENT_BYTES)
-
-
-FORMS: tuple[Form, ...] = ("compiled", "plain", "checkpointed", "compiled")

@@ -327,22 +327,3 @@ def test_the_linter_allows_these_attributes_and_operators_of_aten() -> None:
     assert attributes <= listed
     others = listed - attributes - {"_getframe", "_filters_mutated"}
     assert [name for name in others if not hasattr(torch.ops.aten, name)] == []
-
-
-def test_a_library_in_the_place_of_backward_is_called_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = torch.autograd._engine_run_backward, []  # type: ignore[attr-defined]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(len(args))
-        return original(*args, **kwargs)
-
-    look = private.seeing_backwards(lambda outputs, asks: None)
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
-    weight = torch.ones(2, requires_grad=True)
-    with look:
-        torch.autograd.grad(weight.sum(), weight)
-    assert len(calls) == 1
-    assert torch.autograd._engine_run_backward is counted  # type: ignore[attr-defined]
-    with private.seeing_backwards(lambda outputs, asks: None):
-        monkeypatch.setattr(torch.autograd, "_engine_run_backward", original)
-    assert torch.autograd._engine_run_backward is original  # type: ignore[attr-defined]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elixir.errors import InputError
 from elixir.units import dtype_bytes, dtype_name, is_dtype_name, parse_bytes
@@ -35,12 +33,6 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_values_that_are_no_sizes(value: Any) -> None:
     with pytest.raises(InputError, match="size"):
         parse_bytes(value)
-
-
-@given(st.integers(0, 2**50))
-def test_whole_numbers_are_exact(size: int) -> None:
-    assert parse_bytes(f"{size}B") == size
-    assert parse_bytes(f"{size}KiB") == size * 1024
 
 
 def test_names_of_dtypes_lead_back() -> None:

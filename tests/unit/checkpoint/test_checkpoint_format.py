@@ -4,7 +4,6 @@ bounded."""
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from elixir import checkpoint_format
 from elixir.checkpoint_format.folders import find_checkpoints, next_sequence, read_index, remove_checkpoint
-from elixir.checkpoint_format.index import encode, merge_tensors, parse_index
+from elixir.checkpoint_format.index import encode, merge_tensors
 from elixir.checkpoint_format.slice_reader import OPEN_FILES, SliceReader, open_checkpoint, verify
 from elixir.checkpoint_format.slices import SAFETENSORS_NAMES, SPAN_BYTES, SavedTensor, Slice, SliceWriter
 from elixir.errors import (
@@ -374,18 +373,6 @@ def test_a_removed_checkpoint_is_gone_index_first_and_foreign_files_stay(tmp_pat
 
 
 # --- the index -------------------------------------------------------------------------------------------------------
-
-
-def test_an_index_comes_back_the_same_and_needs_few_bytes(tmp_path: Path) -> None:
-    index = save(tmp_path, every_dtype(), step=7, values={"epoch": 3}, rng=(1, [2]), rank_values=({}, {"a": 1}))
-    path = tmp_path / "index.json"
-    assert read_index(tmp_path) == index
-    assert parse_index(path.read_bytes(), path).to_json() == path.read_text()
-    # Laid out for people it is still the same index.
-    pretty = json.dumps(json.loads(path.read_text()), indent=2)
-    assert parse_index(pretty.encode(), path) == index
-    large = save(tmp_path, {"weight/w": torch.zeros(SPAN_BYTES * 4)}, world_size=2, steps={"w": 0})
-    assert len(large.to_json()) < 0.001 * large.nbytes
 
 
 def test_nothing_in_the_package_can_run_what_it_reads() -> None:

@@ -107,31 +107,6 @@ def test_a_config_that_says_another_dtype_does_not_round_the_weights(model: Any,
     assert next(found.parameters()).dtype == torch.float32
 
 
-def test_buffers_are_exported_as_they_are(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = {
-        "weight/w": torch.randn(2, 3),
-        "buffer/mean": torch.randn(3),
-        "buffer/n": torch.tensor(7),
-        "value/x": torch.ones(1),
-    }
-    save(tmp_path / "in", tensors | {"weight/empty": torch.zeros(0, 4)})
-    others = [tmp_path / "out" / name for name in ("model_card.md", "adapter.safetensors")]
-    others[0].parent.mkdir()
-    for other in others:
-        other.touch()
-    out = export_hf(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
-    assert all(other.stat().st_size == 0 for other in others), "files that are no model stay"
-    found = load_file(out / "model.safetensors")
-    assert set(found) == {"w", "mean", "n", "empty"}
-    assert torch.equal(found["w"], tensors["weight/w"].half())
-    assert torch.equal(found["mean"], tensors["buffer/mean"])
-    assert found["n"] == 7
-    assert found["empty"].shape == (0, 4)
-    assert not (out / "config.json").exists()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_lie_in_another_order_are_exported_by_position(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"weight/w": torch.randn(6, 4), "weight/v": torch.randn(3)}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import logging
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,35 +76,6 @@ def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         scheduler.step()
         optimizer.zero_grad()
     assert distance([weights[name] for name in plain.state_dict()], list(plain.state_dict().values())) <= rounded
-
-
-class HeldFiles(UnsyncedFiles):
-    """Writes once it is let go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-        if operation == "write":
-            self.go.wait(60.0)
-        return super().call(operation, path, function, *args)
-
-
-def test_a_save_says_whether_it_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    it, files = case("opt", layers=1), HeldFiles()
-    with Run(it, make_plan(it, "mixed"), adamw) as run:
-        run.train(1)
-        saving = save_checkpoint(tmp_path / "run", run.state(), step=1, files=files)
-        assert not saving.done()
-        with pytest.raises(CheckpointError, match="still being written"):
-            saving.wait(timeout=0.01)
-        files.go.set()
-        with caplog.at_level(logging.INFO):
-            assert saving.wait(timeout=60.0).step == 1
-        assert "of this rank written in" in caplog.text
-        assert saving.done()
-        assert saving.nbytes >= 12 * sum(parameter.numel() for parameter in it.model.parameters())
-    assert verify(tmp_path / "run") == ()
 
 
 @pytest.mark.sampled

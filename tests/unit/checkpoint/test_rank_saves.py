@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +13,20 @@ import torch
 
 from elixir.checkpoint import PerRank, load_checkpoint, save_checkpoint
 from elixir.checkpoint import loading as module
-from elixir.checkpoint.shared_folder import HeartbeatGroup
-from elixir.checkpoint.user_state import UserState
 from elixir.checkpoint_format import slice_reader, slices
 from elixir.checkpoint_format import slices as saved_tensor
 from elixir.checkpoint_format.slice_reader import open_checkpoint
 from elixir.chunk import group
-from elixir.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ElixirError, FileError, InputError
+from elixir.errors import CheckpointError, CheckpointNotFound, ElixirError, FileError, InputError
 from elixir.memory_order import flattened
 from tests.common import inside
 from tests.common.checkpoints import save
 from tests.common.file_faults import FailingFiles, UnsyncedFiles
 from tests.common.rank_threads import results
-from tests.unit.wrapper.test_rank_threads import Rank, Situation, batch_of, loss_of
+from tests.unit.wrapper.test_rank_threads import Rank, Situation
 
 FILES = UnsyncedFiles()
 ONE = Situation(size=1)
-
-
-class HeldFiles(UnsyncedFiles):
-    """Has each save wait before its index is replaced."""
-
-    def __init__(self) -> None:
-        self.written, self.go = threading.Event(), threading.Event()
-
-    def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-        if operation == "rename":
-            self.written.set()
-            assert self.go.wait(20)
-        return super().call(operation, path, function, *args)
 
 
 def state_of(run: Rank, **more: Any) -> dict[str, Any]:
@@ -51,41 +34,6 @@ def state_of(run: Rank, **more: Any) -> dict[str, Any]:
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
-
-
-def test_chunks_move_once_a_save_has_read_them(tmp_path: Path) -> None:
-    run, going = Rank(ONE, 0), threading.Event()
-
-    class Slow(UnsyncedFiles):
-        def call(self, operation: str, path: str, function: Any, *args: Any) -> Any:
-            assert operation != "write" or going.wait(20)
-            return super().call(operation, path, function, *args)
-
-    save_checkpoint(tmp_path, state_of(run), files=Slow())
-    moving = threading.Thread(target=run.module.rehome, args=(run.it.plan,))
-    moving.start()
-    moving.join(0.5)
-    assert moving.is_alive()
-    going.set()
-    moving.join()
-    run.module.close()
-
-
-def test_norms_are_asked_for_after_a_load_if_they_were_before_the_save(tmp_path: Path) -> None:
-    """Norms that are summed while gradients arrive are rounded in another way than later sums."""
-    run, other = Rank(ONE, 0), Rank(ONE, 0)
-    save_checkpoint(tmp_path / "before", state_of(run), wait=True, files=FILES)
-    run.optimizer.backward(loss_of(run.module, batch_of(0, 0)))
-    run.optimizer.clip_grad_norm_(1.0)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    save_checkpoint(tmp_path / "after", state_of(run), wait=True, files=FILES)
-    for name, asked in (("after", True), ("before", False)):
-        load_checkpoint(tmp_path / name, state_of(other), files=FILES)
-        found = UserState.of(state_of(other)).states.optimizer_values("optimizer")
-        assert found == {"class": "AdamW", "asked_for_norm": asked}
-    run.module.close()
-    other.module.close()
 
 
 def test_a_save_that_cannot_be_committed_gives_its_room_back(tmp_path: Path) -> None:
@@ -236,20 +184,6 @@ def test_ranks_save_and_load_what_is_theirs_and_refuse_what_differs(tmp_path: Pa
     assert len(closed) == 4, "each rank gives back the group of its chunks and that of its saves"
 
 
-def test_a_value_of_each_rank_needs_as_many_ranks(tmp_path: Path) -> None:
-    def write(rank: int) -> None:
-        run = Rank(Situation(), rank)
-        save_checkpoint(tmp_path, state_of(run, own=PerRank(rank)), wait=True, files=FILES)
-        run.module.close()
-
-    results(2, write)
-    run = Rank(ONE, 0)
-    with pytest.raises(CheckpointMismatch, match="has own for each of 2 ranks, here are 1"):
-        load_checkpoint(tmp_path, state_of(run, own=PerRank(0)), files=FILES)
-    load_checkpoint(tmp_path, state_of(run), files=FILES)
-    run.module.close()
-
-
 # --- reading into memory of any kind ---------------------------------------------------------------------------------
 
 
@@ -310,18 +244,3 @@ def test_memory_is_taken_for_the_reordered_tensors_of_one_parameter_at_a_time(
             states.fill(kind, name, 0, torch.empty(6))
             kept.append(sum(each() is not None for each in made))
     assert (len(made), kept) == (3, [1, 2, 2, 1])
-
-
-def test_a_save_looks_at_the_others_after_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    write = slices.SliceWriter.write_tensor
-
-    def noted(self: slices.SliceWriter, key: str, tensor: torch.Tensor) -> None:
-        write(self, key, tensor)
-        seen.append("tensor")
-
-    monkeypatch.setattr(slices.SliceWriter, "write_tensor", noted)
-    monkeypatch.setattr(HeartbeatGroup, "heartbeat", lambda self: seen.append("heartbeat"))
-    save_checkpoint(tmp_path, state_of(Rank(ONE, 0), other=torch.ones(3)), wait=True, files=FILES)
-    assert seen.count("tensor") > 1
-    assert all(after == "heartbeat" for each, after in pairwise(seen) if each == "tensor")

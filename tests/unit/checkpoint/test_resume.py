@@ -20,7 +20,7 @@ from elixir.wrapper.training_states import ChunkStates
 from tests.common import inside
 from tests.common.early import all_early, attempts
 from tests.common.file_faults import UnsyncedFiles
-from tests.common.parity import MODES, Case, case, make_plan, rehomed, report_of
+from tests.common.parity import Case, case, make_plan, rehomed, report_of
 from tests.common.resuming import Lion, Make, Run, differing, two_groups
 from tests.common.user_optimizers import Own
 
@@ -86,13 +86,6 @@ def test_float16_in_the_middle_of_a_loss_scale_interval(tmp_path: Path) -> None:
         assert differing(whole, run.bits()) == []
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("mode", MODES)
-def test_float32_with_dropout_groups_and_clipping(mode: str, tmp_path: Path) -> None:
-    it = case("opt", dropout=0.1)
-    check(it, make_plan(it, mode), two_groups(), tmp_path / "run", max_norm=0.5)
-
-
 @pytest.mark.parametrize("split_number", [8, 3])
 def test_float32_weights_with_8_bit_moments(split_number: int, tmp_path: Path) -> None:
     """No block of codes is shared by parameters, so codes go into other chunks as they are."""
@@ -135,18 +128,6 @@ def test_a_save_that_is_refused_leaves_new_states_right(tmp_path: Path) -> None:
         run.optimizer.step()
         report = report_of(run.module)
         assert 0 < report.early.kept == report.early.made == len(begun)
-
-
-def test_fused_kernels(tmp_path: Path) -> None:
-    it = case("llama")
-    check(it, make_plan(it, "mixed"), two_groups(), tmp_path / "run", wrap={"use_fused_kernels": True})
-
-
-def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
-    it = case("mixtral")
-    for name, parameter in it.model.named_parameters():
-        parameter.requires_grad_("self_attn" not in name)
-    check(it, make_plan(it, "mixed"), two_groups(), tmp_path / "run")
 
 
 @pytest.mark.parametrize("homes", ["streamed", "states"])

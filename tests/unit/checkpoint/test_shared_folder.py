@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -225,15 +224,6 @@ def test_only_the_first_rank_of_a_machine_removes_what_a_failed_save_wrote(machi
     machines.shared(0).abandon(machines.before.id)
     assert read_index(machines.a).id == machines.before.id
     assert machines.names(machines.a) == {INDEX_NAME, *machines.before.files}
-
-
-class Slow(UnsyncedFiles):
-    """Takes a while to remove a file."""
-
-    def call(self, operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-        if operation == "remove":
-            time.sleep(0.01)
-        return super().call(operation, path, function, *args)
 
 
 def test_a_written_file_that_is_gone_is_noticed_before_the_commit(machines: Machines) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,24 +56,6 @@ def made(rank: int = 0, ranks: int = 1, *, resident: bool = True, masters: bool 
     return found
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(ranks, slot) for ranks in RANKS for slot in range(len(SHAPES))])
-def test_each_rank_has_its_part_of_each_parameter(ranks: int, number: int) -> None:
-    numel, offset = torch.Size(SHAPES[number]).numel(), OFFSETS[number]
-    seen: list[int] = []
-    for rank in range(ranks):
-        chunk = made(rank, ranks, resident=False).chunk
-        assert (chunk.shard_numel, chunk.shard_start) == (NUMEL // ranks, rank * NUMEL // ranks)
-        own = [e for e in range(offset, offset + numel) if rank == e // (NUMEL // ranks)]
-        held = chunk.held.get(f"p{number}")
-        assert chunk.wants(chunk.slots[number]) == bool(own) == (held is not None)
-        if held is not None:
-            assert (held.place, held.numel, held.first) == (number, len(own), own[0] - offset)
-            assert list(range(NUMEL))[chunk.mine][held.part] == own
-            seen += own
-        assert chunk.on_one_rank == (ranks == 1)
-    assert seen == list(range(offset, offset + numel))
-
-
 @pytest.mark.parametrize(("ranks", "resident", "masters"), list(itertools.product(RANKS, (True, False), (True, False))))
 def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: bool, masters: bool) -> None:
     """Gathered weights are taken home: masters keep their digits where the weights say the same."""
@@ -100,26 +81,6 @@ def test_masters_follow_weights_that_they_do_not_round_to(ranks: int, resident: 
             chunk.follow_writes()
             assert len(it.announced) == chunk.writes == count + 1
             assert chunk.masters[8 - chunk.shard_start] == 5.0
-
-
-@pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_what_a_forward_wrote_is_kept(ranks: int, masters: bool) -> None:
-    for rank in range(ranks):
-        it = made(rank, ranks, masters=masters)
-        chunk = it.chunk
-        assert chunk.may_be_written_inside
-        chunk.write(chunk.slots[2], torch.full((5,), FINE))
-        with torch.no_grad():
-            chunk.slots[2].parameter[1] = 4.0
-        chunk.take_written(chunk.slots[2].parameter)
-        expected = torch.full((5,), FINE)
-        expected[1] = 4.0
-        whole = torch.zeros(NUMEL)
-        whole[8:13] = expected
-        if chunk.masters is not None:
-            assert torch.equal(chunk.masters, whole[chunk.mine])
-        assert torch.equal(chunk.shard_weights, whole.bfloat16()[chunk.mine])
 
 
 def test_a_write_to_a_block_that_is_announced_is_kept_and_no_error() -> None:
@@ -242,22 +203,6 @@ def test_blocks_are_taken_only_while_gradients_arrive_in_all_of_them() -> None:
 
 
 # --- layouts, files and disks ------------------------------------------------------------------------------------------
-
-
-def test_weights_in_a_file_take_no_others() -> None:
-    chunk, same = made(masters=False).chunk, [True]
-    files = SimpleNamespace(file_of=lambda name: f"{name}.safetensors")
-    chunk.filed = SimpleNamespace(has=lambda name, own: same[0], files=files, names={"p2": "a"})  # type: ignore[assignment]
-    gathered = torch.ones(NUMEL, dtype=torch.bfloat16)
-    for write in (
-        lambda: chunk.write(chunk.slots[2], torch.ones(5)),
-        lambda: chunk.take(gathered, [chunk.slots[2]]),
-    ):
-        same[0] = True
-        write()
-        same[0] = False
-        with pytest.raises(InputError, match="p2 lives in a.safetensors, which is not written to"):
-            write()
 
 
 @pytest.mark.parametrize("resident", [True, False])

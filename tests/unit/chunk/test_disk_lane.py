@@ -25,25 +25,6 @@ def test_adam_of_one_chunk_runs_while_the_next_is_read() -> None:
     assert result.moved_bytes["disk_read"] == result.moved_bytes["disk_write"] == 3 * ON_DISK_BYTES
 
 
-def test_a_slow_disk_takes_one_transfer_after_the_other_in_the_order_of_the_plan() -> None:
-    """Three are read ahead, then a write makes room for each read. Each update is done with its reading, a fetch with
-    its update."""
-    use, adam, read, write = 1.0, 2.0, 10.0, 7.0
-    result = simulated(chain_plan(blocks=4, depth=0, homes="kkkk"), Speeds(use, adam=adam, read=read, write=write))
-    spans = [(span.name, span.chunk, span.start_s) for span in result.timeline if span.resource == "disk"]
-    assert spans == [
-        ("read", 0, 0.0), ("read", 1, 10.0), ("read", 2, 20.0), ("write", 0, 30.0), ("read", 3, 37.0), ("write", 1, 47.0),
-        ("write", 2, 54.0), ("write", 3, 61.0),
-    ]  # fmt: skip
-    used = {span.chunk: span.start_s for span in result.timeline if span.name == "forward"}
-    assert used == pytest.approx({0: 10 + adam, 1: 20 + adam, 2: 30 + adam, 3: 47 + adam})
-    # Compute is over before the last states are back on the disk, after which the next step begins.
-    assert result.step_s == pytest.approx(68.0)
-    assert result.waited_s["disk"] == pytest.approx(68.0 - (49 + 5 * use))
-    assert result.bound_by == "disk"
-    assert result.phases_s["optimizer"] == pytest.approx(result.waited_s["disk"])
-
-
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

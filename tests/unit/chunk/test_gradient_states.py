@@ -11,7 +11,7 @@ from elixir.chunk.gradients.chunk_gradient import ChunkGradient, GradState
 from elixir.chunk.memory import Arena
 from elixir.errors import StateError
 from tests.common import inside
-from tests.unit.chunk.test_chunks import make_chunk, make_flow
+from tests.unit.chunk.test_chunks import make_chunk
 
 CPU = torch.device("cpu")
 
@@ -27,22 +27,3 @@ def test_only_the_changes_of_the_table_are_allowed(one: GradState, other: GradSt
         with pytest.raises(StateError, match="gradient of chunk 5"):
             gradient.to(other)
         assert gradient.state is one
-
-
-def test_a_gradient_goes_through_its_states() -> None:
-    chunk = make_chunk(0)
-    flow, _ = make_flow([chunk])
-    gradient = flow.by_chunk[0]
-    seen = [gradient.state]
-    for _ in range(2):
-        flow.begin()
-        for slot in chunk.slots:
-            flow.take(chunk, slot, torch.ones(slot.shape))
-            seen.append(gradient.state)
-        flow.flush()
-    flow.settle()
-    none, arriving, home, adding = GradState.NONE, GradState.ARRIVING, GradState.HOME, GradState.ADDING
-    assert seen == [none, arriving, arriving, home, adding, adding, home]
-    flow.clear()
-    assert gradient.state is none
-    assert not flow.any_held()

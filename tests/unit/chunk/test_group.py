@@ -183,24 +183,6 @@ def test_an_exchange_for_another_purpose_is_told_by_all(monkeypatch: pytest.Monk
     assert found[1].startswith("rank 1 is at 'b' after 2 collectives, rank 0 at 'a' after 2 others: ")
 
 
-def test_other_collectives_before_an_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(group: Group) -> None:
-        if group.rank:
-            group.note("more")
-        group.exchange("step", None)
-
-    found = said(3, work, monkeypatch, TIMEOUT_S)
-    assert found[0].startswith("rank 0 is at 'step' after 2 collectives, rank 1 at 'step' after 3: ")
-    assert found[1].startswith("rank 1 is at 'step' after 3 collectives, rank 0 at 'step' after 2: ")
-
-    def swapped(group: Group) -> None:
-        for what in "xy"[:: 1 if group.rank else -1]:
-            group.note(what)
-        group.exchange("step", None)
-
-    assert "rank 1 at 'step' after 4 others" in said(2, swapped, monkeypatch, TIMEOUT_S)[0]
-
-
 def test_ranks_that_wait_for_each_other_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is in a gather, the other in an exchange, for which gloo would wait until its timeout."""
 

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from elixir.chunk.memory import HUGE_PAGE_BYTES, PORTABLE, Arena, host_zeros, pinned_zeros, separate_copy
 from elixir.errors import StateError
 from elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.common import inside
 from tests.common.parity import adamw, case, make_plan, take_step
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-
-
-def moments_of(optimizer: ElixirOptimizer) -> Iterator[torch.Tensor]:
-    """States of every chunk that the host steps."""
-    for part in inside.shards(optimizer.module):
-        if part.chunk.plan.state_home != "host":
-            continue
-        yield from part.states.tensors.values()
 
 
 def in_separate_pages(buffer: torch.Tensor) -> bool:

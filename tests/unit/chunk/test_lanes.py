@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,15 +30,6 @@ def lane() -> Iterator[ThreadLane]:
     found = ThreadLane("test")
     yield found
     found.close()
-
-
-def test_work_runs_in_order_on_another_thread(lane: ThreadLane) -> None:
-    seen: list[tuple[int, int]] = []
-    tickets = [lane.submit(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(50)]
-    tickets[-1].wait()
-    assert [i for i, _ in seen] == list(range(50))
-    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
-    assert all(ticket.done() for ticket in tickets)
 
 
 def test_an_error_reaches_everyone_who_waits_and_nobody_else(lane: ThreadLane) -> None:
@@ -123,23 +113,6 @@ def test_an_emulated_link_takes_its_time(clock: Clock) -> None:
     assert lane.take_busy_s() == pytest.approx(0.018)
     assert lane.take_busy_s() == 0.0
     lane.close()
-
-
-def test_delays_follow_from_the_seed_and_the_name(clock: Clock) -> None:
-    def delays(seed: int, name: str = "fetch") -> list[float]:
-        lane = ThreadLane(name, Emulation(delay_s=2.0, seed=seed))
-        clock.slept_s.clear()
-        for _ in range(5):
-            lane.submit(lambda: None).wait()
-        lane.close()
-        return clock.slept_s.copy()
-
-    first = delays(1)
-    assert len(set(first)) == 5
-    assert all(0.0 <= delay_s <= 2.0 for delay_s in first)
-    assert max(first) > 1.0
-    assert delays(1) == first
-    assert first not in (delays(2), delays(1, "offload"))
 
 
 def test_blocking_lanes_leave_nothing_running() -> None:
@@ -341,36 +314,3 @@ def test_threads_of_a_cuda_device_are_on_that_device(cuda: FakeStream) -> None:
     assert {device for _, device in cuda.devices} == {device}
     assert set(found) < {thread for thread, _ in cuda.devices}
     lanes.close()
-
-
-def test_no_lane_is_left_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, started = set(threading.enumerate()), threading.Thread.start
-
-    def refusing(thread: threading.Thread) -> None:
-        if len(set(threading.enumerate()) - before) == 2:
-            raise RuntimeError("can't start new thread")
-        started(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refusing)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            make_lanes(torch.device("cpu"))
-    assert set(threading.enumerate()) <= before
-
-
-def test_a_quiet_lane_keeps_no_memory_alive(lane: ThreadLane) -> None:
-    import gc
-    import weakref
-
-    class Thing:
-        pass
-
-    thing = Thing()
-    seen = weakref.ref(thing)
-    lane.submit(lambda thing=thing: None).wait()
-    del thing
-    until = time.monotonic() + 60
-    while seen() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-        gc.collect()
-    assert seen() is None

@@ -188,17 +188,3 @@ def test_what_writes_weights_waits_for_their_transfer_into_a_block(lanes: Lanes)
     acquires.join()
     assert torch.equal(cache.chunks[0].filled, before)
     cache.unpin([0])
-
-
-def test_a_view_shows_the_weights_whenever_they_are_there(lanes: Lanes) -> None:
-    cache = make_cache(2, Schedule([(0,), (1,)]), 1, lanes)
-    cache.acquire([0])
-    view = cache.chunks[0].filled[2:4]
-    cache.unpin([0])
-    for _ in range(2):
-        cache.acquire([1])  # in the block in which the view was
-        assert not view.untyped_storage().nbytes()
-        cache.unpin([1])
-        cache.acquire([0])
-        assert view.tolist() == [0.0, 0.0]
-        cache.unpin([0])

@@ -242,19 +242,6 @@ def test_ranks_gather_what_a_call_needs_whatever_their_data_skips(
     rank.close()
 
 
-def test_a_call_begins_to_gather_before_its_first_use() -> None:
-    rank = Rank([use for uses in MODELS.values() for use in uses], 5, 3)
-    for model in ("second", "first"):  # after another was left out, and anew
-        rank.group.issued.clear()
-        rank.cache.begin_call(frozenset(chunk for use in MODELS[model] for chunk in use))
-        rank.lanes.network.ask(lambda: None)
-        assert rank.group.issued == ["a call", f"chunk {MODELS[model][0][0]}"]
-        for chunks in MODELS[model]:
-            rank.use(*chunks)
-        rank.cache.end_call()
-    rank.close()
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_transfer_that_cannot_begin_leaves_its_block_to_the_next(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank([(0,), (1,)], 2, 1, size=size)

@@ -18,7 +18,6 @@ from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import ProcessNeed
-from elixir.step_trace import StepTrace
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -109,24 +108,6 @@ def test_a_plan_remembers_the_files_of_frozen_weights(
         ("model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
     ]
     assert run(capsys, *asked)[0] != 0
-
-
-def test_profile_writes_trace_and_picture(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, plot = tmp_path / "trace.json", tmp_path / "mem.svg"
-    status, text, _ = run(capsys, "profile", "x", "--out", str(out), "--plot", str(plot))
-    assert status == 0
-    assert StepTrace.load(out) == stub.results["trace_step"]
-    assert plot.read_bytes().startswith(b"<?xml")
-    assert str(out) in text
-    assert str(plot) in text
-
-
-def test_brief_leaves_out_the_tables(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("profile", "plan"):
-        long, short = (run(capsys, command, "x", *flags)[1] for flags in ((), ("--brief",)))
-        lines = long.splitlines()
-        assert [line for line in lines if line in short.splitlines()] == short.splitlines()
-        assert len(short.splitlines()) < 12 < len(lines)
 
 
 PLAIN_MODEL = """

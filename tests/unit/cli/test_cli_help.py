@@ -6,17 +6,8 @@ import shlex
 
 import pytest
 
-from elixir.cli import main
 from elixir.cli.options import COMMANDS, EXAMPLES, build_parser, normalise
 from tests.common.command_line import run
-
-
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which a call is refused."""
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_every_command_has_examples() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -43,15 +42,6 @@ def test_more_of_a_device_is_advised_only_while_it_has_more(capsys: pytest.Captu
     assert "--device-memory" not in text
     assert "which activations are kept: --activations auto (enough" in text
     assert f"{CHECKPOINT} (enough" in text
-
-
-def test_what_a_trace_has_settled_is_advised_of_the_command_that_traces(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    trace = str(tmp_path / "trace.json")
-    assert main(["profile", "opt-125m", "--device", "l4", "--batch", "4", "--out", trace]) == 0
-    text = failed(capsys, trace, "--device-memory", "1GiB", "--host-budget", "64GiB")
-    assert f"{CHECKPOINT} (of `elixir profile`: the trace has settled it) (not enough alone)" in text
 
 
 def test_a_step_with_inputs_of_its_own_is_not_told_of_flags_that_it_cannot_have(

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from elixir.cli import main
-from elixir.show.tables import record_of, record_table
-from tests.common.samples import make_hardware, make_plan, make_trace
 
 
 class Terminal(io.StringIO):
@@ -48,9 +46,3 @@ def test_commands_keep_to_the_width_of_a_terminal(command: str) -> None:
     assert table
     assert max(len(line) for line in lines[table[0] :] if line.startswith(" ")) <= 80
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
-
-
-def test_no_two_fields_of_a_table_have_one_label() -> None:
-    for artifact in (make_hardware(), make_plan(2), make_trace(layers=1)):
-        labels = list(record_table("title", record_of(artifact)).columns[0].cells)
-        assert len(set(labels)) == len(labels)

@@ -9,12 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from elixir.cli import main
@@ -148,17 +145,6 @@ def test_layers_that_user_code_has_compiled_are_planned_as_such(
     assert json.loads(capsys.readouterr().out)["step"]["units"] == [
         {"name": str(index), "form": "compiled", "kind": "Linear", "fetch": "one"} for index in range(3)
     ]
-
-
-CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-    "deterministic": (
-        lambda: torch.use_deterministic_algorithms(True, warn_only=True), torch.are_deterministic_algorithms_enabled,
-    ),
-    "precision": (lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision),
-    "threads": (lambda: torch.set_num_threads(3), torch.get_num_threads),
-    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
-    "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
-}  # fmt: skip
 
 
 def run(command: str, **options: object) -> subprocess.CompletedProcess[bytes]:

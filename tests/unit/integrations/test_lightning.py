@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from elixir.errors import InputError, TraceError
@@ -34,13 +33,6 @@ class Failing(Module):
 class Adafactor(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters())
-
-
-class Norms(Module):
-    """Logs its gradients' norms, as Lightning's documentation shows it."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, 2))
 
 
 class Two(ByHand):
@@ -167,15 +159,3 @@ def test_a_dry_run_and_refusals(tmp_path: Path) -> None:
         fitted(ElixirStrategy(**ON_HOST), tmp_path, Failing())
     with pytest.raises((InputError, TraceError), match="step_fn"):
         fitted(ElixirStrategy(**ON_HOST), tmp_path, ByHand(), accumulate_grad_batches=1, gradient_clip_val=None)
-
-
-class Keeps(Module):
-    """Keeps its losses, and counts."""
-
-    steps = 0
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = super().training_step(batch, index)
-        self.history.append(loss.item())
-        self.steps += 1
-        return loss

@@ -96,24 +96,6 @@ def test_the_kernel_has_the_bits_of_the_step_in_place(
 
 
 @needs_kernel
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e-40, 3e38])
-def test_the_kernel_goes_where_the_step_in_place_goes_with_what_is_no_ordinary_number(
-    value: float, compiles: None
-) -> None:
-    gradient = gradient_of(1024, torch.bfloat16)
-    gradient[::5] = value
-    old = states(1024, "float32", 0)
-    place, new = copied(old, 0), copied(old, 0)
-    outs = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
-    with mock.patch.dict(os.environ, {"ELIXIR_COMPILE": "0"}):
-        adam_step(gradient, place.master, outs[0], place.moments, OPTIONS[0], 3)
-    adam_step(gradient, old.master, outs[1], old.moments, OPTIONS[0], 3, into=new)
-    for mine, theirs in zip((new.master, *new.moments.tensors(), outs[1]), (place.master, *place.moments.tensors(), outs[0]), strict=True):  # fmt: skip
-        assert torch.equal(mine.isnan(), theirs.isnan())
-        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-
-
-@needs_kernel
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, compiles: None, caplog: pytest.LogCaptureFixture
 ) -> None:

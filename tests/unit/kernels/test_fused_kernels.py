@@ -11,17 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import elixir.kernels.model.linear_cross_entropy as cross_entropy
-from benchmark.observe import observe_step
 from elixir.errors import InputError
 from elixir.kernels.model.fused_kernels import FusedKernels
 from elixir.kernels.model.linear_cross_entropy import DeferredLogits
-from elixir.models.step import default_input, default_step
 from elixir.wrapper import Debug, ElixirModule
 from tests.common.fused import assert_close_gradients, language_case, train_with_plain
 from tests.common.parity import case, make_plan
-from tests.common.tiny_models import tiny
-from tests.common.tracing import cpu_trace, real_routing
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
@@ -142,13 +137,6 @@ def test_whatever_else_is_asked_of_deferred_logits_is_what_logits_give(ask: Any)
 # --- per instance, and undone --------------------------------------------------------------------------------------
 
 
-def test_off_changes_nothing() -> None:
-    model, _ = language_case("llama")
-    for off in (False, {}):
-        assert not FusedKernels(model, off, "cpu").counts
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 # --- under a plan --------------------------------------------------------------------------------------------------
 
 
@@ -178,46 +166,5 @@ def test_trains_as_plain_pytorch_does(name: str, checkpoint: str, mode: str, opt
 
 # --- traced --------------------------------------------------------------------------------------------------------
 
-_SCALARS_BYTES = 64
-"""Python scalars that autograd keeps as 0-dim tensors, 8 bytes each."""
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize(
-    ("family", "checkpoint", "slices"),
-    [
-        ("llama", "none", 43),
-        ("opt", "none", 1),
-        ("llama", "non-reentrant", 1),
-        ("bert", "none", 43),
-        ("t5", "none", 43),
-        ("mixtral", "none", 1),
-    ],
-)
-def test_predicted_peak_is_the_real_one(
-    family: str, checkpoint: Any, slices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cross_entropy, "MIN_SLICE_COLUMNS", 4096 if slices == 1 else 48)
-    model = tiny(family, checkpoint=checkpoint, vocabulary=2048)
-    inp = default_input(model, batch=2, seq=64)
-
-    def options() -> dict[str, Any]:
-        return {"routing": real_routing(model, inp, default_step)} if family == "mixtral" else {}
-
-    plain = cpu_trace(model, inp, default_step, **options())
-    trace = cpu_trace(model, inp, default_step, use_fused_kernels=True, **options())
-    fused = FusedKernels(model, True, "cpu")
-    real = observe_step(model, inp, default_step).peak_bytes
-    assert abs(trace.backward_peak_bytes - trace.resting_bytes - real) <= _SCALARS_BYTES
-    assert trace.backward_peak_bytes < 0.75 * plain.backward_peak_bytes
-    assert str(fused) in trace.assumptions
-
 
 # --- neighbours -----------------------------------------------------------------------------------------------------
-
-
-STEPS = 3
-
-
-def adam(parameters: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels import HybridAdam
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHAPES = ((7, 5), (11,), (256, 257), ())
 KINDS = ("float32", "bfloat16", "8bit")
 
@@ -92,21 +90,6 @@ def test_state_dicts_go_to_and_from_torch() -> None:
         second.load_state_dict(saved)
         train(second, range(5, 10))
         assert distance(own, straight) < 1e-6
-
-
-def test_groups_and_schedulers_are_followed() -> None:
-    def build(cls: Any, **options: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-        own = parameters()
-        groups = [{"params": own[:2], "lr": 1e-2, "weight_decay": 0.1}, {"params": own[2:], "betas": (0.5, 0.9)}]
-        return own, cls(groups, lr=1e-3, weight_decay=0.0, **options)
-
-    (mine, first), (theirs, second) = build(HybridAdam), build(torch.optim.AdamW)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10) for o in (first, second)]
-    for step in range(10):
-        for optimizer, scheduler in zip((first, second), schedulers, strict=True):
-            train(optimizer, range(step, step + 1))
-            scheduler.step()
-    assert distance(mine, theirs) < 1e-6
 
 
 def test_the_factor_and_the_closure() -> None:

@@ -13,8 +13,6 @@ from elixir.microbench.brief import BLOCK_OPERATORS, CUDA_BLOCK_OPERATORS, betwe
 from elixir.tracer.trace import trace_step
 from tests.common import inside
 
-ROWS = (64, 128)
-
 
 class Clock:
     """Seconds that pass only when work says so."""

@@ -123,18 +123,6 @@ def test_a_measured_profile_knows_the_disk_only_where_a_folder_is_given(
         measure(quick=True, disk_folder=[tmp_path, tmp_path / "absent"])
 
 
-def test_the_script_wants_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = frame.run_script(
-        disk_jobs, "words", ["--quick", "--device", "cpu", "--disk-folder", str(tmp_path)], needs_folder=True
-    )
-    assert "disk_write" in table
-    assert "disk_read" in table
-    for arguments in (["--quick"], ["--disk-folder", str(tmp_path / "absent")]):
-        with pytest.raises(SystemExit):
-            frame.run_script(disk_jobs, "words", arguments, needs_folder=True)
-    assert "no folder" in capsys.readouterr().err
-
-
 def test_a_system_without_a_way_past_the_page_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     with pytest.raises(InputError, match="no way past the page cache"), disk.measured_file([tmp_path], MIB):

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elixir.errors import InputError, RankError
 from elixir.hardware.memory import cache_bytes, check_device, free_host_bytes
@@ -38,7 +36,6 @@ from tests.common.profile_scripts import PROFILE, frame
 CPU = torch.device("cpu")
 QUICK = Bench(CPU, quick=True)
 TINY = Effort(2, 2, 0.0, 4, 2**22, 2**18, 1e-3)
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
 
 @pytest.fixture
@@ -71,17 +68,6 @@ class Given(Job):
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits
-
-
-@settings(deadline=None)
-@given(st.floats(1e-7, 1e-4), st.floats(1e8, 1e13))
-def test_a_fit_finds_the_line_that_points_lie_on(latency_s: float, per_s: float) -> None:
-    amounts = tuple(latency_s * per_s * factor for factor in (0.1, 1.0, 10.0, 100.0))
-    fit = fit_points(line(latency_s, per_s, amounts))
-    assert fit.latency_s == pytest.approx(latency_s, rel=1e-6)
-    assert fit.per_s == pytest.approx(per_s, rel=1e-6)
-    assert fit.error < 1e-6
-    assert len(fit.points) == 4
 
 
 def test_latency_is_never_negative() -> None:
@@ -140,16 +126,6 @@ def test_a_lost_rank_ends_it_all() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- timing
-
-
-def test_the_first_run_is_not_counted_and_the_median_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A run that is not counted, the beginning, then pairs: 0.1, 0.5, 0.3.
-    clock = iter([-9.0, -1.0, 0.0, 0.0, 0.1, 1.0, 1.5, 2.0, 2.3])
-    runs: list[int] = []
-    monkeypatch.setattr(bench_module.time, "perf_counter", lambda: next(clock))
-    plan = dataclasses.replace(TINY, min_repeats=3, max_repeats=3)
-    (seconds,), repeats = median_seconds(lambda: runs.append(1), CPU, plan)
-    assert (seconds, repeats, len(runs)) == (pytest.approx(0.3), 3, 4)
 
 
 def test_a_server_s_cache_is_walked_through_several_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,18 +241,6 @@ def results() -> list[Series]:
         series([(1e6, 1.0), (1e7, 1.0), (1e8, 1.0)], "host_memory").fitted(),
         Series("matmul.float16.square", problem="not implemented"),
     ]
-
-
-def test_tables_say_rate_latency_error_and_what_failed() -> None:
-    head, *rows = frame.as_table(results()).splitlines()
-    assert "25.00 Gbytes/s" in rows[0]
-    assert "0.010 ms" in rows[0]
-    assert "10.00 Gbytes/s each, 40.00 Gbytes/s in all" in rows[1]
-    assert "no fit" in rows[2]
-    assert "not measured: not implemented" in rows[3]
-    assert len({row.index("copy") for row in [rows[0], rows[1], rows[2]]}) == 1
-    assert head.startswith("key")
-    assert frame.format_rate(999.0, "FLOP") == "999.00 FLOP/s"
 
 
 def test_json_has_points_fits_and_problems() -> None:

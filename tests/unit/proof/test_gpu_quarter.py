@@ -11,10 +11,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
-
-from benchmark.proof.links import read_rows
-from benchmark.proof.place import Place
 
 QUARTER = Path(__file__).parents[3] / "benchmark" / "gpu_quarter.sh"
 MIB = 2**20
@@ -152,11 +148,3 @@ def test_both_runs_and_their_start_fit_a_quarter_of_an_hour() -> None:
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
-
-
-def unpacked(out: Path, home: Path) -> list[dict[str, Any]]:
-    """Rows in the archive of a run, which is unpacked at home."""
-    if names_in(out):
-        with tarfile.open(out / "proof.tar.xz") as archive:
-            archive.extractall(home, filter="tar")
-    return read_rows(Place(home / "work"))

@@ -71,8 +71,3 @@ def test_deepspeed_is_configured_as_its_row_says(tmp_path: Path, monkeypatch: py
     assert plain["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert tuned["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.65, "super_offload": True}
     assert ("sub_group_size" in plain, tuned["sub_group_size"]) == (False, 10**8)
-
-
-def _early(limit: float) -> dict[str, Any]:
-    """Options of a toy whose states are on the host, with new ones made in backward."""
-    return {**TOY, "micros": [4], "planned_device_bytes": 2_800_000, "early_states": True, "max_norm": limit, "seq": 8}

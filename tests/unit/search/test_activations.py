@@ -15,19 +15,15 @@ from rich.console import Console
 from torch import nn
 from transformers import LlamaConfig
 
-from benchmark.observe import observe_step
-from elixir.access.activations import recomputing
 from elixir.cli import main
-from elixir.errors import InputError, PlanError
+from elixir.errors import InputError
 from elixir.hardware.profile import preset
 from elixir.plan.plan import Plan
 from elixir.plan.prediction import Prediction
 from elixir.search import optimal_search, plan_from_trace, search_batches, simple_search
-from elixir.search.advise.activations import trace_that_keeps
 from elixir.search.problem.activation_trace import kept_trace
 from elixir.search.propose.activation_choices import KeptResults
 from elixir.search.question import StepQuestion
-from elixir.search.request import SearchRequest
 from elixir.search.simulator.rates import Rates
 from elixir.show import tables
 from elixir.show.plan_map import plot_plan
@@ -153,41 +149,11 @@ def test_a_little_room_next_to_resident_weights_is_used() -> None:
     assert chosen.step_s < again.step_s
 
 
-def test_the_peak_of_the_chosen_step_is_that_of_a_real_one() -> None:
-    it = wide()
-    whole = cpu_trace(it.model, it.inp, step_of(it))
-    question = StepQuestion(model=it.model, inp=it.inp, step_fn=step_of(it))
-    budget = int(0.6 * whole.activation_peak_bytes) + 2**20
-    request = SearchRequest(world_size=1, device_memory=budget, host_budget="1GiB", activations="auto")
-    trace = trace_that_keeps(question, CPU, request)
-    assert trace.step.activations
-    with recomputing(it.model, trace.step.activations):
-        step_of(it)(it.model, it.inp)
-        it.model.zero_grad()
-        real = observe_step(it.model, it.inp, step_of(it)).peak_bytes
-    assert trace.backward_peak_bytes - trace.param_bytes - trace.buffer_bytes == pytest.approx(real, rel=0.002)
-
-
 def by_name(folder: Path, **options: Any) -> StepQuestion:
     """A step of two layers that follows from the name of its model."""
     small = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     LlamaConfig(**small, num_attention_heads=2).save_pretrained(folder)
     return StepQuestion(model=str(folder), batch=4, seq=96, **options)
-
-
-def test_levers_choose_activations() -> None:
-    it = wide()
-    whole = cpu_trace(it.model, it.inp, step_of(it))
-    budget = int(0.6 * whole.activation_peak_bytes) + 2**20
-    with pytest.raises(PlanError) as caught:
-        plan_from_trace(whole, CPU, 1, device_memory=budget, host_budget="1GiB")
-    (lever,) = (lever for lever in caught.value.levers if lever.options == (("activations", "auto"),))
-    assert lever.enough
-    chosen = optimal_search(
-        it.model, 1, inp=it.inp, step_fn=step_of(it), hardware="cpu", activations="auto",
-        device_memory=budget, host_budget="1GiB",
-    )  # fmt: skip
-    assert lever.step_s == pytest.approx(chosen.plan.predicted.step_s, rel=0.02)
 
 
 def test_the_table_and_the_picture_show_what_units_keep() -> None:

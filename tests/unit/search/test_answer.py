@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from elixir.errors import InputError, InputTypeError
-from elixir.plan.plan import Plan, plan_of
+from elixir.plan.plan import plan_of
 from elixir.search import Answer, optimal_search, plan_from_trace, planner
-from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.show.tables import record_of
@@ -24,15 +23,6 @@ from tests.common.synthetic_trace import stack_trace
 @pytest.fixture(scope="module")
 def answer() -> Answer:
     return optimal_search(stack_trace(SMALL), 1, hardware=HARDWARE, device_memory=GIB, host_budget=8 * GIB)
-
-
-def test_an_answer_has_its_plan_and_what_was_asked(answer: Answer) -> None:
-    assert type(answer.plan) is Plan
-    assert (answer.trace, answer.question.hardware) == (stack_trace(SMALL), HARDWARE)
-    assert answer.question.request == SearchRequest(world_size=1, device_memory=GIB, host_budget=8 * GIB)
-    assert answer.chunks == answer.plan.chunks
-    with pytest.raises(AttributeError, match="'Plan' object has no attribute 'chunk'"):
-        answer.chunk  # noqa: B018
 
 
 def test_an_answer_can_be_sent_to_another_process(answer: Answer) -> None:

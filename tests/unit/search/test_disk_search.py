@@ -12,21 +12,17 @@ from hypothesis import strategies as st
 from benchmark.certificate.lower_bound import lower_bound
 from elixir.errors import PlanError
 from elixir.optimizer_states import StateSize
-from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
-from elixir.search.problem.memory_model import MemoryModel
-from elixir.search.problem.placement import Placement, Setting, Spill
+from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB
-from tests.common.chains import NUMEL, Speeds, chain
 from tests.common.searching import HARDWARE, check_consistent, shortage, traces
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 FAST = replace(HARDWARE, disk_read_bytes_per_s=6e9, disk_write_bytes_per_s=3e9)
-UNKNOWN = replace(FAST, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
 SMALL = StackShape(hidden=256, layers=8, ffn=1024, vocab=1024, positions=256)
 
 
@@ -80,15 +76,6 @@ def test_states_go_to_the_disk_only_where_nothing_fits_without(stack: StepTrace,
 
 
 # --- which states --------------------------------------------------------------------------------------------------
-
-
-def model_of(chunks: int, spill: Spill | None) -> MemoryModel:
-    setting = Setting(1, 1, StateSize(8), False, spill=spill)
-    return SearchSpace(chain(chunks), Speeds().machine(), setting).model(4 * NUMEL)
-
-
-def placed(chunks: int) -> Placement:
-    return Placement((Home.HOST,) * chunks)
 
 
 @pytest.mark.slow

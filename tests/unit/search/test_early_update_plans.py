@@ -11,7 +11,6 @@ from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import Home
 from elixir.plan.plan import Plan
-from elixir.plan.prediction import CHECKPOINT_PART
 from elixir.search import Answer, plan_from_trace
 from elixir.search.planner import setting_for
 from elixir.search.problem.placement import Placement
@@ -25,7 +24,6 @@ from elixir.search.replan import correct
 from elixir.search.request import SearchRequest
 from elixir.search.simulator.simulated_cost import SimulatedCost
 from elixir.search.simulator.simulation import simulate_step
-from elixir.show.tables import record_of
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.observed import steady
@@ -55,24 +53,6 @@ def chosen(plan: Plan) -> list[int]:
     return [index for index, chunk in enumerate(plan.chunks) if chunk.home.early]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_is_shorter_for_memory_that_is_left(stack: StepTrace, world_size: int, accumulation: int) -> None:
-    today = planned(stack, world_size, accumulation=accumulation, early_updates=False)
-    plan = planned(stack, world_size, accumulation=accumulation, chunks_of=today)
-    assert plan.has_early_updates
-    assert not today.has_early_updates
-    assert plan.clipping
-    assert plan.predicted.seconds["total"] < 0.9 * today.predicted.seconds["total"]
-    numel = sum(plan.chunks[index].numel for index in chosen(plan))
-    assert plan.predicted.host_parts["new_states"] == numel * (4 + 8 + 2)  # masters, moments and rounded weights
-    new_states = plan.predicted.host_parts["new_states"]
-    assert plan.predicted.host_peak_bytes == today.predicted.host_peak_bytes + new_states <= plan.host_budget_bytes
-    assert simulate_step(plan, stack, SLOW).step_s == pytest.approx(plan.predicted.seconds["total"], rel=1e-9)
-    assert record_of(plan)["chunks_updated_early"] == len(chosen(plan))
-    assert f"{len(chosen(plan))} updated early" in str(plan)
-
-
 def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
     """At the rates of the machine, over the fastest plan as it is; a longer search may find a little more."""
     device = planned(stack, placement="cuda").predicted.device_peak_bytes // 2
@@ -86,20 +66,6 @@ def test_a_lever_promises_what_planning_with_it_gives(stack: StepTrace) -> None:
         assert promised.step_s is not None
         made_s = planned(stack, **given, assume="nominal", **{name: value}).predicted.step_s
         assert promised.step_s / answer.plan.predicted.step_s == pytest.approx(made_s / fastest_s, rel=0.02)
-
-
-def test_memory_that_is_left_is_never_passed(stack: StepTrace) -> None:
-    today = planned(stack, early_updates=False)
-    need, before_s = today.predicted.host_peak_bytes, today.predicted.seconds["total"]
-    need -= today.predicted.host_parts.get(CHECKPOINT_PART, 0)  # takes what is left over
-    roomy = planned(stack, early_updates=True)
-    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-        budget = need + int(share * roomy.predicted.host_parts["new_states"])
-        plan = planned(stack, host_budget=budget, early_updates=True)
-        assert plan.predicted.host_peak_bytes <= budget
-        assert plan.predicted.seconds["total"] <= before_s
-        assert bool(chosen(plan)) == (share > 0)
-        before_s = plan.predicted.seconds["total"]
 
 
 def test_the_host_steps_more_than_it_must_if_backward_hides_that(stack: StepTrace) -> None:
@@ -149,10 +115,6 @@ def test_no_plan_with_the_least_prefetch_and_the_most_states_on_the_device_is_fa
             found.append(judge_updates(space, budgets, plain, (Scenario(),)).fastest_s or 0.0)
     assert found
     assert fastest_s <= min(found)
-
-
-def all_early(placement: Placement) -> Placement:
-    return placement.updated_early(range(len(placement.homes)))
 
 
 @pytest.mark.parametrize(("accumulation", "device_kind"), [(1, "cuda"), (2, "cuda"), (1, "cpu")])

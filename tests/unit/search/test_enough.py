@@ -18,7 +18,6 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.step_trace import Contributor, StepTrace
 from elixir.units import GIB, MIB
-from tests.common.situations import situation
 from tests.common.synthetic_trace import StackShape, stack_trace
 
 MACHINE = preset("rtx4090")
@@ -96,16 +95,6 @@ def test_the_first_advice_suffices(trace: StepTrace, budgets: Mapping[str, Any])
     assert plan_from_trace(trace, MACHINE, ranks, assume="nominal", **asked).predicted.step_s <= 1.01 * first.step_s
 
 
-def test_what_was_tried_in_vain_says_so_and_comes_last(trace: StepTrace) -> None:
-    error = refusal(trace, device_memory=64 * MIB, host_budget=64 * GIB)
-    states = [lever for lever in error.levers if dict(lever.options).get("moments")]
-    assert states
-    assert not any(lever.enough for lever in states)
-    worth = [(lever.step_s is None, not lever.enough) for lever in error.levers]
-    assert worth == sorted(worth)
-    assert "moments='8bit' (not enough alone)" in str(error)
-
-
 def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
     question = Question(trace, MACHINE, SearchRequest(world_size=1, device_memory=GIB, host_budget=8 * GIB))
     assert best_allowed(question, ()) == (question, ())
@@ -118,21 +107,6 @@ def test_only_what_is_allowed_is_done(trace: StepTrace) -> None:
     assert replace(asked.request, moments="float32", accumulation=1) == question.request
     with pytest.raises(InputError, match="cannot be allowed"):
         best_allowed(question, ("placement",))
-
-
-@pytest.mark.parametrize("seed", [44, 106])
-def test_the_first_advice_suffices_for_passes_of_several_micro_batches(seed: int) -> None:
-    step, machine, options = situation(f"layers {seed}")
-    assert options["pass_size"] == 2
-    options |= {"device_memory": step.activation_peak_bytes + step.param_bytes // 8, "host_budget": step.param_bytes}
-    ranks = options.pop("asked")
-    with pytest.raises(PlanError) as caught:
-        plan_from_trace(step, machine, ranks, **options)
-    first = caught.value.levers[0]
-    assert first.enough
-    assert [name for name, _ in first.options] == ["device_memory", "host_budget"]
-    made = plan_from_trace(step, machine, ranks, **options | dict(first.options))
-    assert made.predicted.step_s == pytest.approx(first.step_s, rel=0.01)
 
 
 def test_a_batch_that_is_far_too_large_is_cut_into_the_fewest_parts_that_fit() -> None:

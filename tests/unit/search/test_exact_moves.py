@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,6 @@ from elixir.search.request import SearchRequest
 from elixir.search.searches import with_exact_moves
 from elixir.step_trace import StepTrace
 from tests.common.situations import situation
-
-Traced = Callable[[StepQuestion], StepTrace]
 
 
 @pytest.fixture

@@ -61,12 +61,6 @@ def found(plan: Plan, trace: StepTrace) -> Explanation:
     return explain(plan, trace, HARDWARE, levers=False)
 
 
-def said(found: Explanation) -> str:
-    """All sentences of an explanation."""
-    texts = [text for text in explanation_shown(found, 0) if isinstance(text, str)]
-    return "\n".join([*texts, *(group.verdict for group in kinds(found))])
-
-
 def with_chunk(plan: Plan, index: int, spot: Spot) -> Plan:
     """The plan with one chunk in another place, as a new plan."""
     now, stays = plan.chunks[index], spot.states == "host"

@@ -13,18 +13,12 @@ import pytest
 
 from elixir.hardware.scenario import Scenario
 from elixir.plan.chunk_plan import Home
-from elixir.search.planner import NO_LIMIT, space_of
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import HOMES, Placement
 from elixir.search.propose.candidate import weigh
-from elixir.search.propose.family import Family
 from elixir.search.propose.sizes import SearchSpace
-from elixir.search.question import Question
-from elixir.search.request import SearchRequest
 from elixir.search.simulator.floors import Floors
-from tests.common.searching import HARDWARE, SMALL
 from tests.common.small_searches import small_search
-from tests.common.synthetic_trace import stack_trace
 
 SLOW = Scenario(host_adam=0.3, link=0.6)
 PLACEMENTS = 12
@@ -129,18 +123,3 @@ def test_no_floor_is_above_its_simulation_in_many_searches() -> None:
         seen += homes
     assert set(seen) == {home.name for home in Home}
     assert np.mean(np.array(found) > 0.99) > 0.125
-
-
-def test_floors_of_many_batches_know_that_backward_waits_for_gradient_blocks() -> None:
-    """Gradients of later chunks alone leave for the host: the link is idle in the rest of each batch."""
-    slow = replace(HARDWARE, device_to_host_bytes_per_s=5e10)
-    space = space_of(Question(stack_trace(SMALL, batch=1), slow, SearchRequest.of(1, accumulation=32)))
-    model = space.model(space.sizes(outsized=False)[0])
-    family = Family(model, space.cost.times(model), NO_LIMIT, gathered=False)
-    count = len(family.steps)
-    codes = family.levels[:, 2].copy()
-    codes[family.steps[count // 2 :]] = family.levels[family.steps[count // 2 :], 1]
-    placement = Placement.numbered(codes.tolist())
-    step_s = weigh(model, placement, 0, 0, space.cost).seconds["total"]
-    floor_s = Floors([space.cost.times(model)]).seconds(codes[None], np.zeros(1, dtype=np.int64))
-    assert 0.9 * step_s < floor_s[0, 0] <= step_s

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.cli import main
 from elixir.errors import InputError
@@ -74,10 +73,6 @@ def test_generation_loads_nothing_on_demand(how: str, tied: bool) -> None:
     assert counts.deviations == 0
     if how != "training":
         assert counts.loads == plan.prediction_for(NEW).loads
-
-
-def _forward(of: nn.Module, inp: dict[str, Any]) -> None:
-    of(**inp)
 
 
 def test_a_training_trace_is_no_forward_one() -> None:

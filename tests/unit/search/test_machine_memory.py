@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from elixir.cli import main
-from elixir.errors import InputError, PlanError, readable_bytes
+from elixir.errors import PlanError, readable_bytes
 from elixir.hardware.profile import preset
 from elixir.search import Answer, plan_from_trace
-from elixir.search.request import SearchRequest
 from elixir.units import MIB
 from tests.common.samples import make_trace
 
@@ -22,12 +21,6 @@ DEVICE = 300 * MIB
 
 def asked(machine: str, ranks: int, **options: Any) -> Answer:
     return plan_from_trace(TRACE, preset(machine), ranks, device_memory=DEVICE, assume="nominal", **options)
-
-
-def refused(machine: str, ranks: int, **options: Any) -> PlanError:
-    with pytest.raises(PlanError) as caught:
-        asked(machine, ranks, **options)
-    return caught.value
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h200", 2), ("cpu", 1), ("cpu", 2)])
@@ -51,11 +44,6 @@ def test_what_is_said_to_be_needed_of_a_cpu_suffices_and_is_what_is_offered(give
     (offer,) = [dict(lever.options) for lever in caught.value.levers if dict(lever.options).keys() == {"host_memory"}]
     assert offer["host_memory"] == readable_bytes(needed_bytes, up=True).replace(" ", "")
     plan_from_trace(TRACE, preset("cpu"), 1, host_memory=needed_bytes, assume="nominal")
-
-
-def test_both_options_contradict_each_other() -> None:
-    with pytest.raises(InputError, match="give one of them"):
-        SearchRequest(world_size=1, host_memory="8GiB", host_budget="4GiB")
 
 
 def test_json_has_what_must_be_free(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

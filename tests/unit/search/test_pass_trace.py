@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-import torch
-from torch import nn
 
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile, preset
@@ -17,10 +15,9 @@ from elixir.search.problem.coarse_trace import pass_trace
 from elixir.search.question import Question
 from elixir.search.request import SearchRequest
 from elixir.search.searches import profile_for
-from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
-from tests.common.one_pass import Stack, batches, family, hf_loss
+from tests.common.one_pass import batches, family, hf_loss
 
 
 @pytest.fixture(scope="module")
@@ -79,37 +76,7 @@ def planned(trace: StepTrace, size: int | Literal["auto"], device_memory: str = 
     return plan_or_shortage(Question(trace, slow_link(), request))
 
 
-def test_a_plan_knows_its_passes_and_simulates_as_predicted(deep: StepTrace) -> None:
-    one, joined = planned(deep, 1), planned(deep, 8)
-    assert (one.passes, joined.passes, one.accumulation, joined.accumulation) == (8, 1, 8, 8)
-    assert joined.step.checkpointed == tuple(f"model.layers.{index}" for index in range(8))
-    assert Plan.from_json(joined.to_json()) == joined
-    assert joined.predicted.moved_bytes["device_to_host"] * 8 == one.predicted.moved_bytes["device_to_host"]
-    assert joined.predicted.moved_bytes["host_to_device"] * 4 < one.predicted.moved_bytes["host_to_device"]
-    assert joined.predicted.flops == one.predicted.flops
-    assert joined.predicted.step_s < one.predicted.step_s
-    assert simulate_step(joined, deep, slow_link()).step_s == pytest.approx(joined.predicted.step_s, rel=1e-6)
-
-
 def test_auto_takes_the_smallest_pass_among_the_fastest(deep: StepTrace) -> None:
     best = planned(deep, "auto")
     seconds = {size: planned(deep, size).predicted.step_s for size in (1, 2, 4, 8)}
     assert best.pass_size == min(size for size, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())) > 1
-
-
-def highest(trace: StepTrace) -> int:
-    return max(access.live_bytes for access in trace.accesses)
-
-
-class Counting(Stack):
-    """Counts its forwards in a buffer of a layer."""
-
-    def __init__(self, *, counts: bool = True) -> None:
-        super().__init__([nn.Linear(8, 8) for _ in range(3)])
-        self.counts = counts
-        self.layers[1].register_buffer("forwards", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.counts:
-            self.layers[1].forwards += 1
-        return super().forward(x)

@@ -69,20 +69,6 @@ def test_a_slow_host_begins_no_update_that_was_discarded(planned: Planned, slowe
     assert step.busy_s["host_adam"] <= step.step_s
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("early", [DISCARDED, NOT_MADE])
-def test_a_run_that_keeps_none_is_planned_without(planned: Planned, early: EarlyShares) -> None:
-    trace, machine, plan = planned
-    seen = run_of(planned, early)
-    found = correct(trace, machine, plan, [seen], plan.optimizer)
-    assert found.plan is not None
-    assert not any(chunk.home.early for chunk in found.plan.chunks)
-    assert found.plan.predicted.step_s < 0.95 * seen.step_s
-    best = plan_from_trace(trace, machine, 1, host_budget="64GiB", early_updates=False).plan
-    assert found.plan.predicted.step_s <= 1.02 * best.predicted.step_s
-    assert "of the early updates 0% were kept" in found.reason
-
-
 def test_a_run_that_keeps_all_stays(planned: Planned) -> None:
     trace, machine, plan = planned
     found = correct(trace, machine, plan, [run_of(planned, KEPT)], plan.optimizer)

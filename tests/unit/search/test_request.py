@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elixir
-from elixir.errors import InputError, InputTypeError, PlanError
+from elixir.errors import InputError, InputTypeError
 from elixir.plan.chunk_plan import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.problem.coarse_trace import pass_trace
@@ -79,15 +79,6 @@ def test_ranks_that_cannot_form_replicas_are_refused_before_a_trace() -> None:
     options = {"step": StepQuestion(seq=16, dtype="bf16"), "device_memory": "8GiB", "assume": "nominal"}
     rows = sweep(["opt-125m"], ["h100"], [1, 4], replicas=2, **options)
     assert [row.fits for row in rows] == [False, True]
-
-
-def test_fewer_replicas_are_a_way_to_fit() -> None:
-    trace, little = stack_trace(SMALL, batch=2), {"device_memory": "700MiB", "host_budget": "1GiB"}
-    options = {"search": "minimum_waste", "assume": "nominal", **little}
-    assert plan_from_trace(trace, HARDWARE, 4, replicas="auto", **options).plan.replicas == 1
-    with pytest.raises(PlanError, match="shard over all 4 ranks") as raised:
-        plan_from_trace(trace, HARDWARE, 4, replicas=2, **options)
-    assert any(lever.argument == "replicas" and lever.enough for lever in raised.value.levers)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ import pytest
 
 from benchmark import regret
 from elixir.errors import ArtifactError, InputError, InputTypeError
-from elixir.hardware.learning import learn
-from elixir.hardware.profile import HardwareProfile, Learned, preset
-from elixir.hardware.rate_fit import RateFit
+from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.scenario import Scenario, scenarios
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import NOTICEABLE_REGRET
@@ -28,7 +26,6 @@ from tests.common.synthetic_trace import StackShape, stack_trace
 STACK = StackShape(hidden=256, layers=12, ffn=1024, vocab=1024, positions=256)
 MACHINE = replace(HARDWARE, flops_per_s={"bfloat16": 2e12, "float16": 2e12}, host_adam_numel_per_s=8e8)
 """Early updates pay, and CPU Adam is done before the step is, but not if it takes three times as long."""
-RUN = {"step_s": 1.2, "predicted_step_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +68,6 @@ def seconds(plan: Plan, trace: StepTrace, scenario: Scenario) -> float:
 
 def worst(plan: Plan, trace: StepTrace, best_s: dict[Scenario, float]) -> float:
     return max(seconds(plan, trace, each) / least_s - 1 for each, least_s in best_s.items())
-
-
-def test_a_preset_knows_little_a_measured_machine_more_and_one_that_has_learned_nearly_all() -> None:
-    plain = preset("a100")
-    assert len(scenarios(plain, clips=True)) == 8
-    assert len(scenarios(plain, clips=False)) == 4
-    assert scenarios(plain, clips=True)[0] == Scenario()
-    fits = {"host_adam": RateFit(0.0, 1e9, 0.25), "host_to_device": RateFit(0.0, 2e10, 0.01)}
-    measured = replace(plain, measured_at="2026-01-31", fits=fits)
-    assert {each.host_adam for each in scenarios(measured, clips=True)} == {1.0, 0.8}
-    assert {each.link for each in scenarios(measured, clips=True)} == {1.0}
-    after = learn(plain, [RUN | {"busy_host_adam_s": 0.5, "busy_offload_s": 0.2}])
-    assert isinstance(after.learned, Learned)
-    assert scenarios(after, clips=True) == (Scenario(), Scenario(clipped=True))
-    assert scenarios(replace(after, early_kept=1.0), clips=True) == (Scenario(),)
-    assert scenarios(replace(after, early_kept=0.0), clips=True) == (Scenario(clipped=True),)
-    assert len(scenarios(replace(plain, host_adam_least=1.0), clips=False)) == 2
-    with pytest.raises(InputError, match="'early_kept' must be a share from 0 to 1, found"):
-        replace(plain, early_kept=1.5)
-    with pytest.raises(InputError, match="'link_least' must be a share above 0 and at most 1, found 0"):
-        replace(plain, link_least=0)
 
 
 def test_a_file_whose_judgements_make_no_sense_is_refused(plan: Plan) -> None:

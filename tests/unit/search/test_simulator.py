@@ -39,15 +39,6 @@ def test_prefetch_hides_every_fetch_but_the_first() -> None:
     assert result.step_s == pytest.approx(fetch + 6 * use + offload)
 
 
-def test_a_slow_link_sets_the_pace() -> None:
-    """Two blocks: chunks come one after the other, and the one that left in forward comes again during backward."""
-    use, fetch, offload = 1.0, 4.0, 0.5
-    result = simulated(chain_plan(blocks=2, depth=1), Speeds(use, fetch, offload))
-    assert result.step_s == pytest.approx(4 * fetch + 3 * use + offload)
-    assert result.bound_by == "host_to_device"
-    assert result.critical_s["host_to_device"] == pytest.approx(4 * fetch)
-
-
 def test_updates_reach_into_forward_and_a_fetch_waits_for_its_own_only() -> None:
     use, fetch, offload, adam = 1.0, 0.5, 0.25, 10.0
     speeds = Speeds(use, fetch, offload, adam)

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 
-from elixir.errors import InputTypeError
 from elixir.hardware.rate_fit import RateFit
-from elixir.plan.plan import Plan
-from elixir.search import plan_from_trace
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.step_trace import StepTrace
-from elixir.units import GIB, MIB
+from elixir.units import MIB
 from tests.common.chains import Speeds, chain, chain_plan
-from tests.common.samples import make_hardware
-from tests.common.synthetic_trace import StackShape, stack_trace
 
 READ_S, NUMBER_S = 0.125, 0.03125
 """Seconds of one chunk in the device's memory, and of one number on its way to the host."""
-HARDWARE = make_hardware()
 
 
 def steps(kind: str, *, world_size: int = 1, homes: str = "hhd", **options: Any) -> tuple[Simulation, Simulation]:
@@ -47,19 +40,3 @@ def test_on_a_cpu_the_lane_reads_what_it_moves_and_numbers_need_no_way() -> None
     plain, clipped = steps("cpu", homes="hhh")
     assert length_s(clipped, "offload") - length_s(plain, "offload") == pytest.approx(3 * READ_S)
     assert length_s(clipped, "norm") == 0.0
-
-
-def _stack(**options: Any) -> StepTrace:
-    return stack_trace(StackShape(hidden=256, layers=4, ffn=1024, vocab=1024, positions=64), batch=2, seq=64, **options)
-
-
-def _planned(trace: StepTrace, world_size: int = 1, **options: Any) -> Plan:
-    return plan_from_trace(trace, HARDWARE, world_size, device_memory=GIB, host_budget=GIB, **options).plan
-
-
-def test_plans_count_clipping_unless_told_otherwise() -> None:
-    trace = _stack()
-    assert _planned(trace).clipping
-    assert not _planned(trace, clipping=False).clipping
-    with pytest.raises(InputTypeError, match="clipping must be"):
-        _planned(trace, clipping=1.0)

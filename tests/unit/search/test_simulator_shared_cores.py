@@ -9,8 +9,6 @@ import pytest
 from elixir.search.simulator.simulation import Simulation, simulate_step
 from tests.common.chains import Speeds, chain, chain_plan
 
-LANES = ("host_to_device", "device_to_host", "network", "host_adam", "refresh")
-
 
 def step(speeds: Speeds, contention: float | None, homes: str = "sss") -> Simulation:
     machine = replace(speeds.machine("cpu"), contention=contention)

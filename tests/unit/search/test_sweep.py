@@ -49,11 +49,6 @@ def trace() -> StepTrace:
     )
 
 
-def find(rows: list[SweepRow], machine: str, world_size: int, batch: int) -> SweepRow:
-    (row,) = [row for row in rows if (row.machine, row.world_size, row.batch) == (machine, world_size, batch)]
-    return row
-
-
 def test_a_row_for_every_combination_in_the_order_asked_for(rows: list[SweepRow]) -> None:
     expected = [(batch, machine, ranks) for batch in (1, 64) for machine in ("t4", "h200") for ranks in (1, 8)]
     assert [(row.batch, row.machine, row.world_size) for row in rows] == expected
@@ -82,11 +77,6 @@ def test_a_row_with_chosen_activations_is_that_of_their_plan(share: float) -> No
     assert chosen.step_s <= again.step_s
     found = fit(MODEL, ["h200"], batch=16, counts=[1], step=step, activations="auto", **budgets)
     assert found.best == chosen
-
-
-def test_the_same_rows_again(rows: list[SweepRow]) -> None:
-    again = sweep([MODEL], ["t4", "h200"], [1, 8], [1, 64], step=STEP, device_memory=3 * GIB, host_budget="16GiB")
-    assert again == rows
 
 
 def test_one_combination_that_cannot_be_traced_does_not_end_the_sweep() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from elixir.plan.plan import Plan
 from elixir.search import plan_from_trace
 from elixir.search.simulator.replay import RESOURCES
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.show.style import RESOURCE_LABELS
-from elixir.show.timeline import chrome_trace, plot_timeline, save_chrome_trace
+from elixir.show.timeline import chrome_trace, plot_timeline
 from elixir.step_trace import StepTrace
 from elixir.units import GIB
 from tests.common.samples import make_hardware
@@ -52,25 +49,6 @@ def plan(simulated: tuple[Simulation, Plan, StepTrace]) -> Plan:
 @pytest.fixture(scope="module")
 def trace(simulated: tuple[Simulation, Plan, StepTrace]) -> StepTrace:
     return simulated[2]
-
-
-def test_a_chrome_trace_has_every_span_once_on_its_resource(
-    simulation: Simulation, plan: Plan, trace: StepTrace, tmp_path: Path
-) -> None:
-    path = save_chrome_trace(simulation, tmp_path / "step.json", plan, trace)
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    assert loaded == chrome_trace(simulation, plan, trace)
-    threads = {event["tid"]: event["args"]["name"] for event in loaded["traceEvents"] if event["name"] == "thread_name"}
-    assert len(set(threads.values())) == len(RESOURCES) + 1
-    waits = next(tid for tid, name in threads.items() if name not in RESOURCE_LABELS.values())
-    spans = [event for event in loaded["traceEvents"] if event["ph"] == "X" and event["tid"] != waits]
-    del threads[waits]
-    assert len(spans) == len(simulation.timeline)
-    busy = {
-        name: math.fsum(event["dur"] for event in spans if event["tid"] == tid) / 1e6 for tid, name in threads.items()
-    }
-    assert sorted(busy.values()) == pytest.approx(sorted(simulation.busy_s.values()))
-    assert max(event["ts"] + event["dur"] for event in spans) / 1e6 == pytest.approx(simulation.step_s)
 
 
 def test_bad_input_is_refused(simulation: Simulation, plan: Plan, trace: StepTrace, tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmark.compiled_peaks import passes, peak_row
 from elixir.hardware import preset
-from elixir.search.problem.activation_trace import kept_trace
-from elixir.step_trace import StepShape, StepTrace, UnitActivations
+from elixir.step_trace import StepTrace
 from elixir.tracer import compiled
 from elixir.tracer.compiled import generated_code
 from elixir.tracer.trace import trace_step
@@ -98,88 +96,6 @@ def test_layers_without_generated_code_are_traced_uncompiled() -> None:
 def test_the_peak_is_that_of_a_real_compiled_step(checkpoint: str) -> None:
     row = peak_row("llama", checkpoint, 0.1, torch.float32)
     assert passes(row), row
-
-
-def driver() -> Any:
-    from torch._dynamo.device_interface import CudaInterface
-
-    operators = [dict(each.py_kernels) for each in (torch.ops.aten.where.ScalarOther, torch.ops.aten.std.correction)]
-    return operators, CudaInterface.current_device, torch.cuda.get_rng_state, torch.Tensor.copy_, FakeTensor.copy_
-
-
-def whole(keep: tuple[()] | None = ()) -> tuple[UnitActivations, ...]:
-    return tuple(UnitActivations(f"layers.{number}", keep) for number in range(3))
-
-
-@pytest.mark.parametrize("hardware", ["cpu", "h100"])
-@pytest.mark.parametrize("generated", [True, False])
-def test_a_step_whose_layers_run_again_is_predicted_from_one_that_keeps_everything(
-    hardware: str, generated: bool
-) -> None:
-    with torch.device("meta"):
-        model = Model()
-    kinds: dict[Any, Any] = {}
-    before = driver()
-    options = {"hardware": hardware, "rows": 256, "kinds": kinds, "generated_code": generated}
-    kept = traced(model, **options)  # type: ignore[arg-type]
-    codes = list(kinds.values())
-    again = traced(model, shape=StepShape(activations=whole()), **options)  # type: ignore[arg-type]
-    assert driver() == before
-    assert list(kinds.values()) == codes  # the same code, once more in backward
-    assert all(("generates" in trace.assumptions[-1]) == generated for trace in (kept, again))
-    assert again.flops > kept.flops
-    assert again.step.compiled == kept.step.compiled == tuple(f"layers.{number}" for number in range(3))
-    predicted = kept_trace(kept, whole())
-    assert predicted.step.activations == again.step.activations
-    assert predicted.flops == again.flops
-    # Checkpoints keep the state of the generator, which the prediction leaves out: 5 KiB each on a CPU.
-    expected, real = (max(each.live_bytes for each in trace.accesses) for trace in (predicted, again))
-    assert expected == pytest.approx(real, rel=0.07)
-
-
-class Normed(Layer):
-    """Operators that CUDA has kernels for, which the compiler composes of others."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.norm = nn.RMSNorm(16)
-
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        return super().forward(nn.functional.mish(self.norm(x)))
-
-
-class Composed(Layer):
-    """Operators that are composed of others, each the only way to a weight."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.biases = nn.ParameterList([torch.ones(256, 16) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        first, second, third = self.biases
-        x = torch.where(x > 0, first, -1.0) * nn.functional.relu6(second) + third.std(-1, keepdim=True)
-        return super().forward(x)
-
-
-class FusedNorm(Normed):
-    """The norm by a kernel for a CUDA device, which other devices compose of operators."""
-
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        weight = self.norm.weight
-        if torch.compiler.is_compiling():
-            return Layer.forward(self, torch.ops.aten._fused_rms_norm(x, weight.shape, weight, 1e-6)[0])
-        return Layer.forward(self, torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("layer", [FusedNorm, Composed, Normed])
-def test_for_a_gpu_layers_keep_what_they_keep_on_a_cpu_if_their_kernels_are_the_same(layer: type[Layer]) -> None:
-    def kept(hardware: str) -> list[int]:
-        found = traced(made_of(layer), hardware=hardware, rows=256)
-        assert "generates" in found.assumptions[-1], found.assumptions
-        return [access.kept_bytes - found.accesses[0].kept_bytes for access in found.accesses[:3]]
-
-    assert kept("h100") == kept("cpu")  # from the first forward to the first backward
 
 
 class RunsAgain(Layer):
@@ -276,24 +192,8 @@ def test_for_a_gpu_layers_whose_gradient_would_be_left_out_have_no_code() -> Non
     assert "WithoutGradient has no generated code: UserWarning: elixir_tests::alike" in found.assumptions[-1]
 
 
-class Composed(Layer):
-    """Asks whether gradients are needed, and calls functions that PyTorch composes of others."""
-
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        scale = x.std(-1, keepdim=True) if x.requires_grad else 1.0
-        return super().forward(nn.functional.selu(x) * scale)
-
-
 def test_layers_under_autocast_of_a_gpu_have_no_code() -> None:
     assert "autocast" in traced(WithAutocast("cuda"), hardware="h100").assumptions[-1]
-
-
-class Given(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = x.new_zeros(2**16)
-        for layer in self.layers:
-            x = layer(x, given)
-        return x
 
 
 def test_every_private_name_is_there() -> None:

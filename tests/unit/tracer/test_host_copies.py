@@ -14,7 +14,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 from elixir.models import default_input
-from elixir.step_trace import StepTrace
 from tests.common.tiny_models import tiny
 from tests.common.tracing import H200, Seen, trace_step
 
@@ -108,23 +107,6 @@ def test_host_bytes_are_those_of_a_real_step(
     assert trace.transferred_bytes("device_to_host") == counts.copied_bytes > 0
     assert trace.transferred_bytes("host_to_device") == counts.copied_bytes
     assert trace.host_peak_bytes == counts.peak_bytes
-
-
-@pytest.fixture(scope="module")
-def offloads() -> dict[str, StepTrace]:
-    model = tiny("llama", layers=4)
-    batch = default_input(model, batch=4, seq=32)
-    steps = {"kept": step_of("offload_wrapper"), "moved": step_of("save_on_cpu pinned")}
-    return {name: trace_step(model, batch, step, hardware=H200) for name, step in steps.items()}
-
-
-def test_the_curve_and_files_have_them(offloads: dict[str, StepTrace]) -> None:
-    trace = offloads["moved"]
-    on_host = [sample.host for sample in trace.curve]
-    assert 0 < max(on_host) <= trace.host_peak_bytes
-    assert on_host[-1] == 0
-    assert trace.activation_peak_bytes < offloads["kept"].activation_peak_bytes
-    assert StepTrace.from_json(trace.to_json()) == trace
 
 
 class OnTheHost(nn.Module):

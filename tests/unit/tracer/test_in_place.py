@@ -33,19 +33,6 @@ class Tail(nn.Module):
         return self.head(x) if self.run is None else self.run(x)
 
 
-def in_forward(model: Tail, wrap: Callable[[Any, Any], Any]) -> None:
-    """Replaces the forward of the second layer by one around it."""
-    layer, old = model.head, model.head.forward
-    layer.forward = wrap(lambda layer, x: old(x), layer)  # type: ignore[method-assign]
-
-
-def run_by(model: Tail, run: Any) -> None:
-    model.run = run
-
-
-OUTSIDE: list[Any] = []
-
-
 def memory(model: nn.Module) -> list[Any]:
     """Returns the tensors of a model, where they lie, and what they hold."""
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -59,20 +59,6 @@ def runs(trace: StepTrace) -> list[tuple[str, str, int, int]]:
     return [(trace.units[run.unit].name, run.phase, run.first, run.last) for run in trace.unit_runs]
 
 
-def test_units_are_the_repeated_layers_and_have_runs() -> None:
-    trace = cpu_trace(Stack(8, 8, 16), INP, sum_step)
-    assert trace.units == (
-        Unit("layers.0", "plain", "Layer", "either"), Unit("layers.1", "plain", "Layer", "either"), Unit("layers.2", "plain", "Layer 2", "either"),
-    )  # fmt: skip
-    # Forward: begin, two products a layer, end. Backward: end, each layer from its last product on; begin's input needs
-    # no gradient.
-    assert runs(trace) == [
-        ("layers.0", "forward", 1, 2), ("layers.1", "forward", 3, 4), ("layers.2", "forward", 5, 6),
-        ("layers.2", "backward", 9, 10), ("layers.1", "backward", 11, 12), ("layers.0", "backward", 13, 14),
-    ]  # fmt: skip
-    assert trace.step.compiled == ()
-
-
 def test_checkpointed_layers_run_again_in_backward() -> None:
     trace = cpu_trace(Stack(8, 8, recompute="each"), INP, sum_step)
     assert trace.units == (
@@ -137,7 +123,3 @@ def test_the_forward_of_units_is_known_operator_by_operator() -> None:
         (64, 0, True), (64, 64, True), (32, 0, True), (32, 0, True)
     ]  # fmt: skip
     assert (forward.again, forward.accesses_again) == (2, 2)
-
-
-def fetches(model: nn.Module) -> set[str]:
-    return {unit.fetch for unit in cpu_trace(model, INP, sum_step).units}

@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import aot_function
 
 from elixir.hardware.profile import preset
 from elixir.tracer.device import target_for
-from elixir.tracer.device.routed_functions import functions_of, quantised_kernels, routed
+from elixir.tracer.device.routed_functions import quantised_kernels, routed
 
 ROWS, WIDTH = 6, 8
 
@@ -65,32 +65,3 @@ def test_products_with_packed_weights_are_those_with_the_unpacked(nested: bool) 
     inner = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if nested else (state.absmax,)
     found = quantised_kernels()["gemm_4bit"](x, packed, state.shape, inner[0], 64, "nf4", bias, *inner[1:])
     torch.testing.assert_close(found, F.linear(x, functional.dequantize_4bit(packed, state), bias))
-
-
-@pytest.mark.parametrize(
-    ("name", "dims", "args", "options"),
-    [
-        ("cumprod", 2, (0,), {}), ("cumprod", 2, (1,), {"dtype": torch.float64}), ("prod", 2, (), {}),
-        ("prod", 0, (), {"dtype": torch.float64}), ("prod.dim_int", 2, (1,), {}), ("prod.dim_int", 2, (0, True), {}),
-        ("prod.dim_int", 0, (0,), {}), ("prod.dim_int", 3, (-2,), {"dtype": torch.float64}),
-        ("max", 2, (), {}), ("min", 2, (), {}), ("median", 2, (), {}),
-    ],
-)  # fmt: skip
-def test_functions_whose_derivative_looks_at_values_are_those_of_pytorch(
-    name: str, dims: int, args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    given = torch.rand((3,) * dims) + 0.5
-    if name in ("max", "min"):
-        given[0, :2] = given.amax() if name == "max" else given.amin()  # several take part in the gradient
-    base, _, overload = name.partition(".")
-    found = []
-    for function in (
-        getattr(getattr(torch.ops.aten, base), overload or "default"),
-        functions_of(target_for(preset("cpu")))[name],
-    ):
-        x = given.clone().requires_grad_()
-        result = function(x, *args, **options)
-        result.square().sum().backward()
-        found.append((result, x.grad))
-    torch.testing.assert_close(found[1], found[0])

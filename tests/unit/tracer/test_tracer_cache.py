@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
@@ -58,29 +57,6 @@ def test_the_cache_changes_nothing(family: str, optimizer: str, kind: str) -> No
     cached, again, plain = traced(True), traced(True), traced(False)
     assert_same(again, cached)
     assert_same(plain, cached)
-
-
-@pytest.mark.parametrize("kernel", ["foreach", "fused", "for-loop"])
-@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
-@pytest.mark.parametrize("alike", [True, False])
-def test_the_cache_changes_nothing_in_any_optimizer_kernel(kernel: Any, hardware: Any, alike: bool) -> None:
-    """Also where shapes agree but dtypes, strides or the need of a gradient do not."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    model[1].requires_grad_(False)
-    model.register_parameter("scale", nn.Parameter(torch.ones(1) if alike else torch.ones(())))
-    if not alike:
-        model[2].weight = nn.Parameter(torch.randn(16, 16).t())
-        model[5].double()
-
-    def step(model: nn.Module, inp: dict[str, Any]) -> None:
-        x = inp["x"]
-        for layer in list(model)[:5]:  # type: ignore[arg-type]
-            x = layer(x)
-        (model[5](x if alike else x.double()) * model.scale).sum().backward()  # type: ignore[index]
-
-    inp = {"x": torch.randn(4, 16)}
-    options: dict[str, Any] = {"hardware": hardware, "optimizer": "AdamW", "optimizer_kernel": kernel}
-    assert_same(trace_step(model, inp, step, **options), trace_step(model, inp, step, cache=False, **options))
 
 
 @pytest.mark.slow

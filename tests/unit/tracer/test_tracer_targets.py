@@ -113,24 +113,6 @@ def test_cudnn_can_be_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target_for(H200).attention_kernel(HALF) == "flash"
 
 
-@pytest.mark.parametrize(
-    ("release", "dropping", "sharing"),
-    [
-        ("2.11.1", "cudnn", "math"),
-        ("2.12.0", "flash", "math"),
-        ("2.13.0+cpu", "flash", "math"),
-        ("2.14.0", "flash", "efficient"),
-    ],
-)
-def test_the_attention_kernel_follows_the_release_of_torch(
-    monkeypatch: pytest.MonkeyPatch, release: str, dropping: str, sharing: str
-) -> None:
-    monkeypatch.setattr(torch, "__version__", release)
-    assert target_for(H200).attention_kernel(having(dropout=0.1)) == dropping
-    shared = having(dtype=torch.float32, enable_gqa=True, **FEWER_KEY_HEADS)
-    assert target_for(preset("a100")).attention_kernel(shared) == sharing
-
-
 class Attends(nn.Module):
     """Attention over a projection, with a mask where told; `ran` tells which kernels its copies took as well."""
 

@@ -58,32 +58,6 @@ def runs(decide: Callable[[Any, torch.Tensor], Any], hardware: Any = CPU) -> int
     return sum(e.phase == "forward" and e.module == "layer" for e in trace.accesses)
 
 
-def written(m: Any, x: torch.Tensor) -> Any:
-    y = x.clone()
-    y.masked_fill_(y == 0, -1)
-    z = torch.zeros_like(y)
-    z.copy_(y)
-    z.index_put_(
-        (torch.tensor([0], device=x.device), torch.tensor([0], device=x.device)), torch.tensor(9, device=x.device)
-    )
-    y.add_(100)  # z does not follow y any more
-    return (z == 9).sum() + (z == -1).sum()
-
-
-class Reads(nn.Module):
-    """Leaves out padding images and reads some values of the rest, by floating inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-        self.rows: list[int] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = x[(x == 0).sum(-1) != 8]
-        self.rows.append(len(kept) + (1 if x.max() > 2.5 else 0))
-        return self.layer(kept)
-
-
 class Routes(nn.Module):
     """Each token to its best expert, by `choose`; experts are told by name, as in Switch Transformers."""
 

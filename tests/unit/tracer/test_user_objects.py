@@ -151,11 +151,3 @@ def test_a_counter_is_put_back_although_data_are_too_many_to_be_looked_into(
         assert owner.read() == before
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "torch.utils.data.Dataset" in caplog.text
-
-
-class Late(types.ModuleType):
-    """Loads its names when they are asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        vars(self)[name] = value = [name]
-        return value

@@ -60,15 +60,6 @@ def test_states_that_are_there_before_the_first_step_change_no_bit(name: str, mo
     assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
-def test_another_class_has_its_states_before_the_first_step_too() -> None:
-    it = case("opt", layers=1)
-    model = ElixirModule(it.model, make_plan(it, "resident"), device=gpu.DEVICE)
-    optimizer = ElixirOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), init_step=True)
-    assert all(list(part.states.tensors) == ["momentum_buffer"] for part in inside.shards(optimizer))
-    optimizer.backward(it.loss(model, it.inp))
-    optimizer.step()
-
-
 def test_the_printed_code_runs() -> None:
     """Names and order of the original's README, with a small model instead of its BERT."""
     it = case("bert")

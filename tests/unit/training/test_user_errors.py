@@ -14,7 +14,7 @@ from elixir.cli import main
 from elixir.errors import ArtifactError, InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.loading import build
-from elixir.search import optimal_search, simple_search
+from elixir.search import optimal_search
 from elixir.units import GIB
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -50,21 +50,6 @@ def test_the_short_form_works_where_there_is_no_gpu(
     assert "20.00 GiB" in caplog.text
 
 
-def test_the_command_line_does_the_same(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("elixir.search.budgets.free_host_bytes", lambda: 20 * GIB)
-    trace = str(make_trace(layers=2).save(tmp_path / "trace.json"))
-    assert main(["plan", trace, "--brief"]) == 0
-    assert "of 15.50 GiB, 4.50 GiB kept back" in capsys.readouterr().out
-    assert main(["plan", trace, "--brief", "--host-reserve", "1GiB", "--device-reserve", "0"]) == 0
-    shown = capsys.readouterr().out
-    assert "of 19.00 GiB, 1.00 GiB kept back" in shown
-    assert shown.count("kept back") == 1
-    assert main(["plan", trace, "--brief", "--hardware", "h200"]) == 2
-    assert "--host-memory" in capsys.readouterr().err
-
-
 # -------------------------------------------------------------------------------------------------- values and types
 
 
@@ -83,12 +68,6 @@ def test_values_that_cannot_be_meant(options: dict[str, Any], error: type[Except
         optimal_search(small(), **arguments)
 
 
-@pytest.mark.parametrize("factor", ["half", None, True])
-def test_allocate_factor_is_a_number(factor: Any) -> None:
-    with pytest.raises(InputTypeError, match="allocate_factor must be a number"):
-        simple_search(small(), 1, allocate_factor=factor, inp=BATCH, step_fn=step, **KNOWN)
-
-
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
@@ -104,19 +83,6 @@ def test_a_file_of_ours_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path
 def test_a_plan_is_no_hardware_profile(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="expected a hardware profile, but field 'artifact' is 'plan'"):
         HardwareProfile.load(make_plan(2).save(tmp_path / "plan.json"))
-
-
-def test_a_trace_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A trace is planned for the machine it was made for; --hardware names another, and a line says so."""
-    path = str(make_trace(layers=2).save(tmp_path / "trace.json"))
-    assert main(["plan", path, "--brief", "--host-budget", "64GiB"]) == 0
-    out, err = capsys.readouterr()
-    assert "on 1 x h200" in out
-    assert err == ""
-    assert main(["plan", path, "--brief", "--host-budget", "64GiB", "--hardware", "a100"]) == 0
-    out, err = capsys.readouterr()
-    assert "on 1 x a100" in out
-    assert "traced for h200" in err
 
 
 def test_a_trace_of_an_unknown_machine_asks_for_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

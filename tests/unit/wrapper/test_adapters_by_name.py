@@ -11,12 +11,10 @@ from torch import nn
 
 import elixir
 from elixir.errors import InputError
-from elixir.hardware.profile import preset
 from elixir.models.loading import build
 from elixir.models.model_shape import describe
 from elixir.models.step import default_step, input_to_trace
 from elixir.search.question import StepQuestion
-from elixir.tracer.trace import trace_step
 from tests.common.parity import assert_as_planned, take_step
 from tests.common.quantised import quantise
 
@@ -46,10 +44,6 @@ def from_libraries(name: str, form: str | None, checkpoint: str, device: str = "
     names = [key for key, layer in model.named_modules() if type(layer).__name__ in kinds and layer is not output]
     model.is_loaded_in_4bit = form is not None  # how peft knows, as transformers sets it
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM")).train()
-
-
-def traced(model: nn.Module, device: str = "cpu") -> elixir.StepTrace:
-    return trace_step(model, input_to_trace(model, batch=2, seq=32), default_step, hardware=preset(device))
 
 
 def test_a_plan_by_name_runs_the_model_of_the_libraries() -> None:

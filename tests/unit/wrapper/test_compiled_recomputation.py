@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -83,16 +82,3 @@ def test_layers_that_run_again_give_the_bits_of_those_that_do_not(mode: str) -> 
     torch.manual_seed(1)
     again = it.loss(it.model, it.inp)
     assert torch.isfinite(again)
-
-
-def counting(calls: list[str], name: str) -> Any:
-    """A backend that notes each call of the code of forward."""
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            calls.append(name)
-            return graph.forward(*args)
-
-        return run
-
-    return backend

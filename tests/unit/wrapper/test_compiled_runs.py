@@ -16,7 +16,6 @@ from elixir.access.compiled_units import compiled_units
 from elixir.check import refusals
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import ArtifactError, InputError
-from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
 from elixir.wrapper.run_options import Debug
 from tests.common import gpu
@@ -32,11 +31,6 @@ def fresh_compiler() -> Iterator[None]:
     fresh()
     yield
     fresh()
-
-
-def roomy(it: Case, mode: str = "streamed") -> Plan:
-    """Few chunks and many blocks, so that a whole layer finds room."""
-    return plan_of(it, mode, split_number=4, allocate_factor=0.7)
 
 
 def replaced(model: nn.Module) -> nn.Module:

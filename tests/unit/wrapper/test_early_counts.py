@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import EarlyCounts
 from tests.common import gpu
-from tests.common.early import HOMES, chain, updating_early
+from tests.common.early import chain, updating_early
 from tests.common.parity import Case
 
 LAYERS = 4
-ALL = EarlyCounts(LAYERS, LAYERS, LAYERS)
-DISCARDED = EarlyCounts(LAYERS, LAYERS, 0)
-NONE_MADE = EarlyCounts(LAYERS, 0, 0)
 ALWAYS, NEVER = 1e-3, 1e9
 """Limits of the norm that clip every step, and none."""
 
@@ -55,26 +51,6 @@ class Run:
     def so_far(self) -> EarlyCounts:
         assert self.module.last_report is not None
         return self.module.last_report.early_so_far
-
-
-@pytest.mark.parametrize("homes", HOMES[:2])
-def test_clipped_steps_keep_none_and_later_ones_make_none(homes: str) -> None:
-    run = Run(homes)
-    found = [run.step(limit) for limit in (NEVER, ALWAYS, ALWAYS, ALWAYS, NEVER, NEVER)]
-    assert found == [ALL, DISCARDED, DISCARDED, NONE_MADE, NONE_MADE, ALL]
-    assert run.so_far == EarlyCounts(6 * LAYERS, 4 * LAYERS, 2 * LAYERS)
-    assert run.module.last_report is not None
-    numbers = run.module.last_report.to_dict()
-    assert [numbers[f"early_{name}_chunks"] for name in ("planned", "made", "kept")] == [LAYERS] * 3
-    assert numbers["run_early_kept_chunks"] == 2 * LAYERS
-    said = str(run.module.last_report)
-    assert (
-        "early updates: 4 of 4 chunks kept, 0 discarded; in all steps so far 8 of 24 chunks kept, 8 discarded" in said
-    )
-    assert "no chunk is updated early any more" not in said
-    for _ in range(3):
-        run.step(ALWAYS)
-    assert "no chunk is updated early any more" in str(run.module.last_report)
 
 
 def test_several_optimizers_plan_and_make_none() -> None:

@@ -87,20 +87,6 @@ def test_a_step_that_failed_ends_training_and_weights_are_there(late: bool) -> N
             pair.optimizer.step()
 
 
-def test_a_step_tells_too_and_so_does_settle() -> None:
-    for tell in ("step", "settle", "rehome"):
-        with make_pair(alike=False) as pair:
-            fail_a_step(pair)
-            pair.module.zero_grad()
-            with pytest.raises(StepError, match=NAMED):
-                {
-                    "step": pair.optimizer.step,
-                    "settle": pair.module.settle,
-                    "rehome": lambda pair=pair: pair.module.rehome(pair.plan),
-                }[tell]()
-            pair.module.state_dict()
-
-
 def test_a_model_is_given_back_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     with make_pair() as pair:
         before = fail_a_step(pair)

@@ -22,23 +22,6 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-READERS: dict[str, Callable[[Pair], object]] = {
-    "attribute": lambda pair: [parameter.grad for parameter in pair.module.parameters()],
-    "clipping": lambda pair: torch.nn.utils.clip_grad_norm_(pair.module.parameters(), 1.0),
-    "another optimizer": lambda pair: torch.optim.SGD(pair.module.parameters(), lr=0.1).step(),
-}
-
-
-@pytest.mark.parametrize("how", READERS)
-def test_a_gradient_that_has_left_is_not_none(pair: Pair, how: str) -> None:
-    pair.backward()
-    with pytest.raises(InputError, match=r"clip_grad_norm_.*ElixirOptimizer"):
-        READERS[how](pair)
-    pair.step()
-    READERS[how](pair)  # there is none now, as after zero_grad in plain PyTorch
-    pair.train(1)
-
-
 def test_hooks_on_parameters_see_their_gradients(pair: Pair) -> None:
     seen: list[torch.Tensor] = []
     for model in (pair.module.module, pair.plain):

@@ -86,9 +86,6 @@ def scaled(weight: torch.Tensor) -> ScaledTensor:
     return ScaledTensor(((weight - shift) / scale).round().to(torch.int8), Scales(scale, shift))
 
 
-NAMES = ["0.weight.numbers", "0.weight.inner.scale", "0.weight.inner.shift"]
-
-
 def scaled_case(*, tied: bool = False) -> Case:
     """Linear layers with quantised weights that compute below autograd, so that it saves views of them."""
     with torch.random.fork_rng(devices=[]):

@@ -176,13 +176,6 @@ def test_a_model_trains_on_after_an_interrupt(kind: str, tmp_path: Path) -> None
             it.at(line)
 
 
-def test_a_model_trains_on_after_an_interrupted_pass() -> None:
-    it = in_one_pass()
-    with it.pair:
-        for line in moments(it.step, MOMENTS):
-            it.at(line)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "early", "units", "disk", "pass"])
 def test_a_model_trains_on_after_any_of_many_interrupts(kind: str, tmp_path: Path) -> None:
@@ -229,39 +222,3 @@ def interrupting(module: nn.Module, at: int = 1) -> Any:
             raise KeyboardInterrupt
 
     return module.register_forward_pre_hook(hook)
-
-
-def test_a_model_trains_on_after_an_interrupted_call_without_the_wrapper() -> None:
-    """`generate` calls the model itself."""
-    it = chain()
-    layers: Any = it.model.get_submodule("layers")
-    with Pair(it, make_plan(it, "streamed", split_number=4), device="cpu") as pair:
-        for layer in (layers[1], layers[0]):
-            handle = interrupting(layer)
-            with pytest.raises(KeyboardInterrupt):
-                it.model(**it.inp)
-            handle.remove()
-        it.model(**it.inp)
-        assert innermost_saved_tensors_hooks() is None
-        for goes_on in (lambda: pair.train(1), pair.assert_same_weights, pair.module.settle):
-            handle = interrupting(layers[1])
-            with pytest.raises(KeyboardInterrupt):
-                it.model(**it.inp)
-            handle.remove()
-            goes_on()
-            assert innermost_saved_tensors_hooks() is None
-
-
-def test_a_model_trains_on_after_an_interrupt_of_a_second_forward() -> None:
-    """Autograd itself takes off the hooks that were set in backward."""
-    model = Stack([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
-    it = Case(model, vectors(1)[0][0], square_loss)
-    with Pair(it, make_plan(it, "streamed", split_number=2), device="cpu") as pair:
-        loss = it.loss(pair.module, it.inp)
-        handle = interrupting(model.get_submodule("layers.0.0"))
-        with pytest.raises(KeyboardInterrupt):
-            pair.optimizer.backward(loss)
-        handle.remove()
-        pair.optimizer.zero_grad()
-        assert inside.phase(pair.module) is Phase.IDLE
-        pair.train(1)

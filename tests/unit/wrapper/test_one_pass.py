@@ -28,7 +28,6 @@ from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.phase import Phase
 from tests.common import inside
 from tests.common.one_pass import (
-    Stack,
     batches,
     family,
     hf_loss,
@@ -60,12 +59,6 @@ def test_gives_the_bits_of_a_loop_of_any_length(name: str, count: int, home: str
     if count == 1:
         plan = replace(plan_for(make(), steps[0][0], accumulation=2, home=home), accumulation=1)
     assert in_passes(make, steps, plan, max_norm=0.5).same_as(plainly(make, steps, max_norm=0.5))
-
-
-def _stack() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Stack([nn.Linear(8, 8) for _ in range(2)]).train()
 
 
 def test_updates_states_early() -> None:
@@ -150,14 +143,6 @@ def test_an_error_in_one_micro_batch_or_a_signal_meanwhile_ends_all_and_the_next
         with pytest.raises(InputError, match="closed"):
             optimizer.accumulate(failing, steps[0])
         phases.clear()
-
-
-def test_results_come_in_order_and_pass_size_one_is_the_loop() -> None:
-    make, steps = family("llama"), batches("llama", 3)
-    plan = plan_for(make(), steps[0][0], accumulation=3, pass_size=1)
-    assert in_passes(make, steps, plan).same_as(plainly(make, steps))
-    with pytest.raises(InputError, match="must divide accumulation"):
-        plan_for(make(), steps[0][0], accumulation=3, pass_size=2)
 
 
 @pytest.mark.sampled

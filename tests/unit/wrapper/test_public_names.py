@@ -45,12 +45,6 @@ def test_public_names_are_those_of_a_module_and_a_few() -> None:
     assert {name for name in vars(module) if not name.startswith("_")} <= {"training"}
 
 
-@pytest.mark.parametrize("name", ENGINE)
-def test_a_models_own_attribute_is_reached(name: str) -> None:
-    module = wrapped(Named())
-    assert getattr(module, name) == f"the model's {name}"
-
-
 def test_a_hidden_attribute_is_said_once_and_reached_through_module(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "elixir.wrapper"):
         module = wrapped(Named("plan", "settle"))

@@ -12,24 +12,14 @@ from torch import nn
 import elixir
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.errors import InputError
-from elixir.hardware.profile import preset
 from elixir.models.model_tensors import buffer_places
-from elixir.tracer.trace import trace_step
 from elixir.wrapper.assemble.weight_source import SafetensorsFiles
-from tests.common.parity import MODES, Case, Pair, assert_as_planned, make_plan
+from tests.common.parity import MODES, Pair, assert_as_planned, make_plan
 from tests.common.quantised import FORMS, TORCHAO, quantised_case
 
 CHECKPOINTS = ("none", "non-reentrant")
 _QUICK = tuple({("streamed", "none"), (mode, "non-reentrant")} for mode in ("mixed", "resident"))
 """Modes and checkpoints of the quick tests of a form, in turn."""
-
-
-def step(model: nn.Module, inp: dict[str, Any]) -> None:
-    model(**inp).loss.backward()
-
-
-def traced(it: Case, **options: Any) -> elixir.StepTrace:
-    return trace_step(it.model, it.inp, step, hardware=preset("cpu"), **options)
 
 
 @pytest.mark.sampled(every=5)

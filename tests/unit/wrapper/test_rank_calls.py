@@ -7,51 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.errors import InputError
-from tests.common import inside
 from tests.common.audit import audit
 from tests.common.parity import report_of, take_step
 from tests.common.rank_threads import results
 from tests.unit.wrapper.test_rank_threads import Rank, Situation, batch_of, loss_of, model_of, plan_of
 
 HOMES = ("host", "device", "mixed")
-
-
-def mean_gradients(numbers: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Gradients of the mean loss of both ranks, summed over the batches with these numbers."""
-    model = model_of().eval()
-    for number in numbers:
-        for rank in range(2):
-            (loss_of(model, batch_of(rank, number)) / 2).backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
-def norm_of(gradients: dict[str, torch.Tensor]) -> float:
-    return torch.cat([each.flatten() for each in gradients.values()]).norm().item()
-
-
-@pytest.mark.parametrize("homes", HOMES)
-def test_gradients_are_the_mean_and_their_norm_is_that_of_all(homes: str) -> None:
-    once, twice = mean_gradients((0,)), mean_gradients((0, 1))
-
-    def work(rank: int) -> None:
-        run = Rank(Situation(homes=homes), rank)
-        run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
-        assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(once), rel=1e-5)
-        run.optimizer.backward(loss_of(run.module, batch_of(rank, 1)))
-        assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(twice), rel=1e-5)
-        with pytest.raises(InputError, match="norm_type is 1"):
-            run.module.clip_grad_norm_(1.0, norm_type=1.0)
-        run.module.zero_grad()
-        assert run.module.clip_grad_norm_(1e9).item() == 0.0
-        run.optimizer.backward(loss_of(run.module, batch_of(rank, 0)))
-        assert run.module.clip_grad_norm_(1e9).item() == pytest.approx(norm_of(once), rel=1e-5)
-        run.optimizer.zero_grad()
-        assert not inside.holds_gradients(run.module)
-        audit(run.module)
-        run.module.close()
-
-    results(2, work)
 
 
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_both() -> None:

@@ -15,13 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir.chunk.lanes import Emulation
-from elixir.errors import ArtifactError, InputError
+from elixir.errors import InputError
 from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.search import optimal_search, simple_search
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from elixir.wrapper.assemble.chunks import compute_device
 from tests.common.failing import Fault, net, plan_of, rehoming_for_good
-from tests.common.one_pass import Stack
 from tests.common.parity import Case, make_plan
 from tests.common.rank_threads import on_ranks
 from tests.unit.wrapper.step.test_muon import optimizers as with_muon
@@ -115,13 +114,6 @@ def test_a_model_that_only_runs_forward_is_frozen_meanwhile() -> None:
     assert all(each.requires_grad for each in model.parameters())
 
 
-def test_a_plan_of_one_process_says_what_differs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ArtifactError, match="only in the plan") as refused:
-        ElixirModule(nn.Linear(8, 8, bias=False), make_plan(linear(), "streamed"), device="cpu")
-    assert "processes were started" not in str(refused.value)
-
-
 def test_masters_that_cannot_be_read_are_given_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, fault = net(), Fault("read")
     files = Debug(files=fault)
@@ -133,33 +125,6 @@ def test_masters_that_cannot_be_read_are_given_rounded(tmp_path: Path, caplog: p
     changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert changed
     assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in changed)
-
-
-class Buffered(nn.Module):
-    """Has buffers of all kinds, which some forward may register anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        for name in ("grown", "cache", "kind", "wide"):
-            self.register_buffer(name, torch.zeros(2), persistent=name != "cache")
-        self.wide = torch.zeros(1).expand(2)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(input)
-        return found
-
-
-def grow(model: Buffered) -> None:
-    model.grown = torch.ones(5)
-
-
-def cast(model: Buffered) -> None:
-    model.kind = torch.ones(2, dtype=torch.float64)
-
-
-def add(model: Buffered) -> None:
-    model.register_buffer("late", torch.ones(3))
 
 
 class Sparse(nn.Module):
@@ -210,28 +175,6 @@ def test_buffers_of_other_layouts_are_taken_or_refused_by_name(how: Callable[[to
         module.close()
 
 
-class Noted(Layer):
-    """Counts its calls."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Nothing(torch.autograd.Function):
-    """Has no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
-
-
 class Casting(Layer):
     """Counts its calls, and the casts of its weight that they make."""
 
@@ -251,15 +194,3 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._layer.casts += func is torch.ops.aten._to_copy.default and args[0].shape == (8, 8)
         return func(*args, **(kwargs or {}))
-
-
-class Scaled(Stack):
-    """Reads what has left its first layer once more, without a derivative."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = entered = self.run(self.layers[0], self.first(x))
-        for layer in self.layers[1:]:
-            x = self.run(layer, x)
-        scale: torch.Tensor = Nothing.apply(entered).mean()  # type: ignore[no-untyped-call]
-        found: torch.Tensor = self.last(x) * scale
-        return found

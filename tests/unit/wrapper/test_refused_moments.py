@@ -80,10 +80,6 @@ def test_a_call_inside_of_a_forward_is_refused(name: str, opened: Pair) -> None:
     opened.train(1)
 
 
-def _fails(*_: object) -> None:
-    raise ZeroDivisionError
-
-
 STATES: dict[str, Callable[[Any], object]] = {
     "get": lambda states: states[0],
     "set": lambda states: states.__setitem__(0, {}),

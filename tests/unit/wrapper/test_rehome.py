@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.errors import InputError
 from elixir.optimizer_states import moments_size
@@ -43,20 +42,6 @@ def test_same_bits_whatever_the_homes(start: str, name: str) -> None:
         pair.train(2)
         pair.assert_same_weights()
         assert_as_planned(pair.module, ())
-
-
-class Scaled(nn.Module):
-    """Two weights without dimensions, as the temperature of a contrastive loss is, and one of a single element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor([0.1]))
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * self.scale + self.shift) * self.temperature.exp()
 
 
 def fused_run(homes: list[str]) -> list[dict[str, torch.Tensor]]:

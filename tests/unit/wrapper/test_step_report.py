@@ -42,22 +42,6 @@ def test_nothing_moved_where_nothing_was_planned_is_no_surprise() -> None:
     assert StepReport(**{**vars(report()), **plan, "observed": {"loads": 1}}).surprises() == {"loads": (1, 0)}
 
 
-def test_the_text_of_a_plain_step() -> None:
-    plain = report(observed={"host_to_device": 101 * MIB})
-    del plain.observed["device_peak"]
-    assert str(plain).splitlines() == [
-        "                      observed     predicted",
-        "loads                       40            40",
-        "hits                         7             9",
-        "host_to_device      101.00 MiB    100.00 MiB",
-        "device_buffers       20.00 MiB     20.00 MiB",
-        "host_peak           100.00 MiB    100.00 MiB",
-        "device_peak       not measured    200.00 MiB",
-        "demand loads 0, deviations from the recorded order 0",
-        "compute waited for no lane",
-    ]
-
-
 def test_the_text_of_a_step_of_which_much_can_be_said() -> None:
     early = EarlyCounts(planned=5, made=4, kept=1)
     full = report(

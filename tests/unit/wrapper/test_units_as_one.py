@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -56,18 +55,6 @@ def test_same_bits_and_loads_as_planned(name: str, form: str, mode: str) -> None
         pair.train(4)
         pair.assert_same_weights()
         assert_as_planned(pair.module, COUNTED if mode == "streamed" else ())
-
-
-def test_a_hook_of_a_layer_may_ask_for_a_state_dict() -> None:
-    it = Case(Stack(), INP, square_loss)
-    with Pair(it, plan_of(it), device="cpu") as pair:
-        pair.train(1)
-        found: list[dict[str, torch.Tensor]] = []
-        hook = it.model.layers[1].register_forward_hook(lambda *_: found.append(pair.module.state_dict()))
-        pair.train(2)
-        hook.remove()
-        pair.train(1)
-        assert len(found) == 2
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -168,47 +155,3 @@ def test_a_write_that_the_trace_did_not_see_is_refused(mode: str, monkeypatch: p
     monkeypatch.setattr(Layer, "forward", writes)
     with pytest.raises(InputError, match=r"the forward wrote to layers.\d.up.weight in place.* fetched as one and did"):
         train(it, model, optimizer, 1)
-
-
-class Exported(nn.Module):
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @torch.jit.export
-    def other(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("exported", [False, True])
-def test_torchscript_in_a_unit_may_read_a_weight_of_another_one(
-    exported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trace has not seen the module; without an announcement it would read an address that is none."""
-    before = torch._C.ScriptMethod.__call__  # replaced, if another test has left a model open
-    it = Case(Stack(), {"x": torch.randn(2, 4)}, square_loss)
-    plain, rows = copy.deepcopy(it.model), 0
-
-    def script(inner: nn.Linear) -> Any:
-        return torch.jit.script(Exported(inner)).other if exported else torch.jit.trace(inner, it.inp["x"])
-
-    scripted: Any = {model.layers[0]: script(model.layers[2].up) for model in (it.model, plain)}
-    seen = uses_of(monkeypatch)
-    model = ElixirModule(it.model, plan_of(it, allocate_factor=0.3), device="cpu", debug=Debug(poison=True))
-    assert len(model.plan.step.fetched_whole) == 3
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
-    optimizer, forward = ElixirOptimizer(model, optimizers[1]), Layer.forward
-
-    def reads(self: Layer, x: torch.Tensor) -> torch.Tensor:
-        return forward(self, x) + (scripted[self](x[:rows]).sum() if self in scripted else 0)
-
-    monkeypatch.setattr(Layer, "forward", reads)
-    model(**it.inp)
-    assert [function for function, _ in seen].count("TorchScript") == 1
-    rows = 2
-    assert train(it, model, optimizer, 2) == train(it, plain, optimizers[0], 2)
-    model.close()
-    assert torch._C.ScriptMethod.__call__ is before

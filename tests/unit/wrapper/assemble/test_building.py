@@ -60,23 +60,6 @@ def test_initialises_itself_as_on_the_cpu(family: str) -> None:
     assert losses[2] < losses[0]
 
 
-class Layers(nn.Module):
-    """Everything that torch's own modules initialise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8))
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.recurrent = nn.GRU(8, 8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
-        x, _ = self.attention(x, x, x)
-        x, _ = self.recurrent(x)
-        return self.norm(x)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("how", ["state dict", "file", "folder"])
 @pytest.mark.parametrize("family", ["t5", "llama"])
@@ -146,21 +129,6 @@ def test_nothing_is_guessed() -> None:
         wrapped(bare, plan)
     with pytest.raises(InputError, match="buffers shift"):
         wrapped(other, plan, weights=real.model.state_dict())
-
-
-class Projects(nn.Module):
-    """A fixed matrix, kept in a buffer, meets what a layer gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.register_buffer("fixed", torch.randn(16, 16))
-        self.register_buffer("seen", torch.zeros(1))
-        self.out = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.out(self.inner(x) @ self.fixed)
 
 
 def test_values_on_meta_follow_from_the_seed_and_the_name_alone() -> None:

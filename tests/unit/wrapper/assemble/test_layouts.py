@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,12 @@ from torch import nn
 from elixir.checkpoint import load_checkpoint, save_checkpoint
 from elixir.checkpoint_format.export import export_hf
 from elixir.checkpoint_format.slice_reader import open_checkpoint
-from elixir.kernels import HybridAdam
 from elixir.wrapper import ElixirModule
 from tests.common.file_faults import UnsyncedFiles
 from tests.common.parity import Case, case, make_plan
 from tests.common.resuming import Run, differing, two_groups
 
 FILES = UnsyncedFiles()
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "AdamW": two_groups(weight_decay=0.1, amsgrad=True),
-    "HybridAdam": two_groups(HybridAdam),
-    "SGD": two_groups(torch.optim.SGD, momentum=0.9),
-}
 
 
 def contiguous(it: Case) -> Case:
@@ -36,10 +29,6 @@ def contiguous(it: Case) -> Case:
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     return replace(it, model=model)
-
-
-def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: parameter.stride() for name, parameter in model.named_parameters()}
 
 
 def test_states_of_another_run_come_by_their_dimensions() -> None:

@@ -44,23 +44,6 @@ def test_all_train_the_model_of_rank_0(only: str) -> None:
     results(3, work)
 
 
-def on_meta(rank: int) -> dict[str, Any]:
-    model = built(0.0)
-    return {"module": model.to("meta") if rank else model}
-
-
-def wide(rank: int) -> dict[str, Any]:
-    weights = built(0.0).state_dict()
-    return {"module": built(0.0), "weights": weights | {"0.weight": weights["0.weight"].double()} if rank else weights}
-
-
-def turned(rank: int) -> dict[str, Any]:
-    model: Any = built(0.0)
-    if rank:
-        model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    return {"module": model}
-
-
 def planned(rank: int, plans: list[Plan]) -> str:
     try:
         module = ElixirModule(built(0.0), plans[rank], device="cpu")

@@ -16,7 +16,6 @@ from tests.common.debug import debugged
 from tests.common.early import (
     HOMES,
     attempts,
-    backward_watched,
     chain,
     updating_early,
 )
@@ -65,25 +64,6 @@ def test_same_bits_as_plain_pytorch(family: str, homes: str) -> None:
             assert not attempts(pair.module)
         pair.assert_same_weights()
         assert_as_planned(pair.module, ())
-
-
-@every_home
-def test_new_states_are_there_before_backward_is_over(homes: str) -> None:
-    it = chain(5)
-    with Pair(it, chain_plan(it, homes), max_norm=1e9) as pair:
-        pair.train(1)
-        last = max(inside.chunks(pair.module), key=lambda chunk: chunk.index if chunk.plan.home.early else -1)
-        seen: list[bool] = []
-
-        def look(gradient: torch.Tensor) -> None:
-            for ticket in last.states.users:
-                ticket.synchronize()
-            seen.append(last.index in attempts(pair.module))
-
-        backward_watched(pair, look)
-        assert seen == [True]
-        it.loss(pair.plain, pair.case.inp).backward()
-        pair.step()
 
 
 # --- what happens between backward and step -----------------------------------------------------------------------------

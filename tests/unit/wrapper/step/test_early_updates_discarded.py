@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir.chunk.lanes import Emulation
 from elixir.models.step import default_input
@@ -27,11 +26,6 @@ HEADS: dict[str, Any] = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
-
-
-def _plain(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Makes an optimizer of a model."""
-    return lambda model: kind(model.parameters(), lr=1e-3, **options)  # type: ignore[no-any-return]
 
 
 def _bart() -> Case:
@@ -130,11 +124,6 @@ def test_closing_between_backward_and_step_leaves_the_old_weights(homes: str, ea
 
 
 # --- the forecast ---------------------------------------------------------------------------------------------------
-
-
-def stepped(forecast: Forecast, *, clipped: bool = False, made: int = 1, kept: int | None = None) -> None:
-    kept = made * (not clipped) if kept is None else kept
-    forecast.stepped(other_factor=clipped, scale=1.0, started=made, kept=kept)
 
 
 def test_the_first_step_is_tried() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from elixir.chunk.host_buffers import WINDOW
-from elixir.chunk.memory import Memory
 from elixir.kernels import HybridAdam
 from elixir.wrapper.step.shard import SteppedShard
 from tests.common import inside
@@ -141,33 +138,6 @@ def test_states_that_a_class_makes_have_the_bits_of_plain_pytorch(name: str, tmp
             pair.module.rehome(there)
             pair.train(2)
             pair.assert_same_weights()
-
-
-def watched(base: type[torch.optim.Optimizer], buffers: Callable[[], list[Memory]]) -> Any:
-    """The class, which notes how many bytes the states of a chunk on a disk have had in separate memory."""
-
-    class Watched(base):  # type: ignore[misc,valid-type]
-        states_bytes = 0
-
-        @functools.wraps(base.__init__)
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._look()
-
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            self._look()
-            return result
-
-        def _look(self) -> None:
-            window = {buffer.tensor.untyped_storage().data_ptr(): buffer.tensor.nbytes for buffer in buffers()}
-            masters = [weights for group in self.param_groups for weights in group["params"]]
-            if any(weights.untyped_storage().data_ptr() in window for weights in masters):
-                states = [value for weights in masters for value in self.state.get(weights, {}).values()]
-                own = sum(v.nbytes for v in states if v.dim() and v.untyped_storage().data_ptr() not in window)
-                Watched.states_bytes = max(Watched.states_bytes, own)
-
-    return Watched
 
 
 def test_states_that_are_loaded_go_to_the_window_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError
-from elixir.optimizer_states import optimizer_name, state_size
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
@@ -120,13 +119,3 @@ def test_other_plans_ranks_homes_and_classes_are_refused() -> None:
     module = ElixirModule(given.model, whole)
     with pytest.raises(InputError, match=r"plan is for Muon \+ AdamW"):
         ElixirOptimizer(module, torch.optim.AdamW(given.model.parameters()))
-
-
-def test_names_of_two_optimizers() -> None:
-    assert optimizer_name("muon") == "Muon + AdamW"
-    assert optimizer_name("MUON + sgd") == "Muon + SGD"
-    assert optimizer_name("muon (for-loop)") == "Muon + AdamW (for-loop)"
-    assert state_size("Muon + SGD") == state_size("SGD")
-    for wrong in ("SGD + Muon", "Lamb + AdamW", "Muon + Muon"):
-        with pytest.raises(InputError, match="unknown optimizer type"):
-            optimizer_name(wrong)

@@ -18,9 +18,9 @@ from elixir.wrapper.step.rules import AdamRule, ClassRule
 from elixir.wrapper.step.user_optimizer import has_bits_of
 from tests.common import inside
 from tests.common.early import chain, needs_kernel, updating_early
-from tests.common.one_shard import another, class_rule, inputs_of, sgd, states_of, user_over
+from tests.common.one_shard import another, class_rule, inputs_of, states_of, user_over
 from tests.common.parity import Pair
-from tests.common.user_optimizers import Decaying, Numbering, Own, Replacing, Shifting, Stacking, Swapping
+from tests.common.user_optimizers import Decaying, Own, Shifting, Stacking, Swapping
 
 ADAM = AdamRule("float32", decoupled=True)
 
@@ -56,19 +56,6 @@ def test_neighbours_of_one_group_at_the_same_step_are_stepped_as_one(monkeypatch
                 assert float(states.state_of(mine)["step"]) == (3 if mine.place == 3 else 1)
     assert torch.equal(one.master[12:15], other.master[12:15])
     assert torch.equal(out[:12], one.master[:12].bfloat16())
-
-
-CLASSES: dict[str, Any] = {
-    "AdamW": torch.optim.AdamW,
-    "amsgrad": lambda groups: torch.optim.Adam(groups, amsgrad=True),
-    "SGD": sgd,
-    "Adagrad": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.25),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.5, centered=True),
-    "NAdam": torch.optim.NAdam,
-    "ASGD": torch.optim.ASGD,
-    "Rprop": torch.optim.Rprop,
-    **{each.__name__: each for each in (Replacing, Shifting, Swapping, Numbering, Decaying, Stacking)},
-}
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -8,12 +8,9 @@ import torch
 
 from elixir.chunk.host_buffers import STAGING
 from elixir.plan.plan import Plan
-from elixir.step_trace import StepTrace
 from elixir.wrapper import Debug, ElixirModule, ElixirOptimizer
 from tests.common import gpu, inside
-from tests.common.chains import NUMEL
 from tests.common.parity import Case, case, hf_loss, make_plan, take_step
-from tests.common.synthetic_trace import TraceBuilder
 from tests.unit.wrapper.step.test_overlap import held, over, states_on_host
 
 BF16 = torch.bfloat16
@@ -53,14 +50,3 @@ def test_a_buffer_is_not_written_to_before_its_weights_have_left() -> None:
         assert not any(ticket.done() for ticket in stepped)
         assert second.at_home.writer
     assert over(idle)
-
-
-def chain(dtype: str, chunks: int) -> StepTrace:
-    """Parameters of one chunk each, used one after the other and back."""
-    build = TraceBuilder(dtype)
-    numel = NUMEL * 4 // torch.finfo(getattr(torch, dtype)).bits * 8
-    indices = [build.parameter(f"p{index}", numel) for index in range(chunks)]
-    for phase in ("forward", "backward"):
-        for index in indices if phase == "forward" else reversed(indices):
-            build.use(phase, index, flops=NUMEL)
-    return build.build("chain")

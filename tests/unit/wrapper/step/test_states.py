@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from elixir.chunk.chunk import ShardPart, Slot
 from elixir.errors import InputError
-from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.rules import AdamRule
-from elixir.wrapper.step.states import Segment, SmallStates, States, own_ranges
+from elixir.wrapper.step.states import SmallStates, States
 from tests.common import inside
 from tests.common.one_shard import (
     Saved,
     class_rule,
     inputs_of,
-    memory,
     sgd,
     states_of,
-    weights_of,
 )
 
 KINDS = ("float32", "bfloat16", "8bit")
@@ -124,18 +118,3 @@ def test_moments_move_from_any_form_to_any_other(kind: Any, to: Any, monkeypatch
             assert found.numel() == numel
             there = share * gradient[segment.part] ** power
             torch.testing.assert_close(found.float(), there, rtol=loose, atol=0.0)
-
-
-def divided(rule: AdamRule, own: tuple[int, ...]) -> States:
-    """The states of an optimizer that has these of four parameters in a shard with gaps."""
-    weights = weights_of((304,), (256,), (512,), (4,))
-    master, segments = torch.ones(1536), []
-    for place, (weight, first, stop) in enumerate(
-        zip(weights, (0, 512, 768, 1280), (304, 768, 1280, 1284), strict=True)
-    ):
-        slot = Slot.of(weight, ParamSlot(f"w{place}", first, weight.numel()), weight.dtype, "cpu")
-        held = ShardPart(slot, place, 0, slice(first, stop))
-        segments.append(Segment(held, 0, nn.Parameter(master[held.part]), 0))
-    chunk: Any = SimpleNamespace(held={segment.name: segment.held for segment in segments}, shard_numel=1536)
-    ranges = own_ranges(chunk, {weights[place]: 0 for place in own})
-    return States(master, [segments[place] for place in own], rule.kinds(master.dtype, {0}), ranges, memory)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,47 +15,10 @@ from elixir.wrapper.step.elementwise import check_elementwise
 from elixir.wrapper.step.user_optimizer import check_optimizer
 from tests.common import gpu
 from tests.common import user_optimizers as own
-from tests.common.early import chain, updating_early
-from tests.common.on_disk import on_disk
-from tests.common.parity import MODES, Pair, make_plan
+from tests.common.early import chain
+from tests.common.parity import Pair, make_plan
 
 Make = Callable[..., torch.optim.Optimizer]
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def _plans(it: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((mode, make_plan(it, mode)) for mode in MODES)
-    yield "disk", on_disk(make_plan(it, "streamed"), every=2)
-    yield "early", updating_early(it, "mixed", split_number=4)
-
-
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("where", ["streamed", "mixed", "resident", "disk", "early"])
-@pytest.mark.parametrize(
-    "make",
-    [own.Counting, own.Memo, own.Replacing],
-    ids=["counting", "memo", "replacing"],
-)
-def test_numbers_in_groups_go_on_from_step_to_step(make: Make, where: str, tmp_path: Path) -> None:
-    """Also of groups that cut across chunks, while a learning rate changes."""
-    it = chain()
-
-    def halves(model: torch.nn.Module) -> torch.optim.Optimizer:
-        parameters = list(model.parameters())
-        return make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}])
-
-    folder = {"disk_folder": str(tmp_path)} if where == "disk" else {}
-    with Pair(it, dict(_plans(it))[where], optimizer=halves, **folder) as pair:
-        for _ in range(8):
-            pair.train(1)
-            for optimizer in (pair.optimizer, pair.plain_optimizer):
-                optimizer.param_groups[0]["lr"] *= 0.9
-        pair.assert_same_weights()
-        for mine, plain in zip(_groups(pair.optimizer), _groups(pair.plain_optimizer), strict=True):
-            assert {key: value for key, value in plain.items() if key != "known"}.items() <= mine.items()
 
 
 @pytest.mark.parametrize(
