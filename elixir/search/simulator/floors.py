@@ -241,21 +241,13 @@ class Floors:
         return waits_s
 
     def _returned_before_s(self, homes: _Homes, loaded: Bools) -> Floats:
-        """Seconds of the link for new weights, which the fetch of each chunk comes after: those of chunks used before
-        the one in whose time it may at the earliest begin."""
-        order = self._uses
-        returns = homes.on_host[:, order] & homes.weights[:, order] & self._in_forward[order]
-        if not (returns.any() and loaded.any()):
-            return np.zeros(loaded.shape)
-        returned_s = returns * self._fetch_s[:, None, order]
-        used_s = np.cumsum(returned_s, axis=-1) - returned_s
-        columns = np.argsort(~loaded, axis=1, kind="stable")  # those that are loaded, in order
-        behind = np.cumsum(loaded, axis=1) - 1 - MOST_AHEAD
-        rows = np.arange(len(loaded))[:, None]
-        from_s = used_s[:, rows, columns[rows, np.maximum(behind, 0)]]
-        # The link had time for those of chunks used before the first fetch.
-        first_s = used_s[:, rows, columns[:, :1]]
-        return np.where(loaded & (behind >= 0), np.maximum(from_s - first_s, 0.0), 0.0)
+        """Seconds of the link for new weights, which the fetch of each chunk comes after: those of chunks used before,
+        but after the first fetch, before which the link may have had time."""
+        order, fetched = self._uses, loaded & ~homes.weights[:, self._uses]
+        returns = homes.on_host[:, order] & homes.weights[:, order] & np.logical_or.accumulate(fetched, axis=1)
+        returned_s = np.cumsum(returns * self._fetch_s[:, None, order], axis=-1)
+        found: Floats = np.maximum.accumulate(np.where(fetched, returned_s, 0.0), axis=-1)
+        return found
 
     def _one_by_one_s(self, homes: _Homes, loaded: Bools, blocks: Ints) -> Floats:
         """How long compute waits for loads of which none is made ahead, but for as many as blocks may have kept."""
@@ -266,14 +258,16 @@ class Floors:
     def _updated_s(self, homes: _Homes, room_bytes: Ints | None) -> Floats:
         """The end of forward, if updates of the host alone hold it up: each comes before the first use of its chunk.
 
-        New weights return after the norm, one after the other, whenever they were made.
+        New weights come over the link after the norm, one after the other, whenever they were made: those of which the
+        device has the old ones return, and forward fetches the others.
         """
         order = self._updates
         hosted, late = homes.on_host[:, order], (homes.on_host & ~homes.early)[:, order]
         adam_s = self._host_adam_s[:, None, order]
-        returns_s = (hosted & homes.weights[:, order]) * self._fetch_s[:, None, order]
-        returned_s = np.where(returns_s > 0, np.cumsum(returns_s, axis=-1), 0.0)
-        done_s = np.maximum(returned_s, np.where(late, np.cumsum(late * adam_s, axis=-1) + returns_s, 0.0))
+        comes = hosted if self._shares_link else hosted & homes.weights[:, order]
+        comes_s = comes * self._fetch_s[:, None, order]
+        come_s = np.where(comes, np.cumsum(comes_s, axis=-1), 0.0)
+        done_s = np.maximum(come_s, np.where(late, np.cumsum(late * adam_s, axis=-1) + comes_s, 0.0))
         found: Floats = np.where(hosted, done_s + self._left_s, 0.0).max(axis=-1, initial=0.0)
         if room_bytes is not None and homes.early.any():  # what memory has no second set for is updated after the norm
             all_s = np.where(hosted, np.cumsum(hosted * adam_s, axis=-1) + self._left_s, 0.0)

@@ -94,8 +94,8 @@ class Replay:
         self._moved_s = [0.0] * len(times.moves.seconds)  # when activations are where they go
         self._early_runs: list[tuple[float, float]] = []  # begin and end of the early updates of this step
         self._added_s = 0.0  # when the last gradient that passed has been added
-        self._returned_s: dict[int, float] = {}  # seconds of the link for new weights, by chunk that is not used yet
-        self._owed_s = 0.0  # seconds that these took from the link, and that no fetch has lost yet
+        self._returned_s: dict[int, float] = {}  # seconds of the link for new weights that no fetch has lost yet
+        self._owed_s = 0.0  # seconds of the link for fetches that no return has lost yet
         self.now_s = 0.0
         self.spans: list[WorkSpan] = []
         self._forget()
@@ -165,6 +165,8 @@ class Replay:
             self._give_up()
         self._early_runs.clear()
         began_s = self.now_s
+        for lane in (FETCH, REFRESH):  # the link has had no new weights before
+            self._free_s[lane] = max(self._free_s[lane], began_s)
         for c in times.update_order:
             if placement.state_on_device[c]:
                 self._step_on_device(c, times.device_adam_s[c])
@@ -175,6 +177,8 @@ class Replay:
                 done_s = self._update_and_return(c, began_s if self._ahead else self.now_s, self.now_s)
                 if times.turned_s[c]:  # lost where it is submitted, as nobody knows before when the lane comes to it
                     self._step_on_device(c, times.turned_s[c])
+            if self._ahead and not self._weight_on_device[c]:  # forward fetches it before it uses the next
+                self._owed_s += times.fetch_s[c]
             if not placement.resident[c]:
                 continue
             if self._together:
@@ -244,17 +248,23 @@ class Replay:
 
     def _return_weights(self, c: int, submitted_s: float) -> float:
         """New weights of one shard go to the device, by a lane next to that of the fetches and over the same link."""
+        seconds, owed_s = self._times.fetch_s[c], self._owed_s
+        self._owed_s = 0.0
         if self._ahead:  # on a CPU both are copies by other cores
-            self._returned_s[c] = self._times.fetch_s[c]
-        return self._run(REFRESH, "refresh", c, submitted_s, self._times.fetch_s[c])
+            self._returned_s[c] = seconds
+        return self._run(REFRESH, "refresh", c, submitted_s, seconds, owed_s)
 
-    def _used(self, c: int) -> None:
-        """The link has carried the new weights of a chunk, if there are any, by the time at which compute uses it.
+    def _returned_before(self, c: int) -> float:
+        """Seconds of the link for new weights of chunks that forward uses before this one, which no fetch has lost.
 
-        Fetches lose that, if the link had no time without: in this order, since then what happens first decides
-        nothing, and nothing that gets faster makes a step slower.
+        The link carries new weights and fetches in the order of first uses: each loses the time that those before it
+        took, if the link had no time without. What happens first decides nothing, so nothing that gets faster makes a
+        step slower.
         """
-        self._owed_s += self._returned_s.pop(c, 0.0)
+        returned_s, first_use, seconds = self._returned_s, self._times.first_use, 0.0
+        while returned_s and first_use[first := next(iter(returned_s))] < first_use[c]:
+            seconds += returned_s.pop(first)
+        return seconds
 
     def _update_on_host(self, c: int, submitted_s: float, free_s: float) -> float:
         """Adam of one shard; with states on the disk after their reading, and before they are written back.
@@ -362,21 +372,18 @@ class Replay:
             if in_file:
                 free_s = self._read[0] if len(self._read) == FILE_BUFFERS else 0.0  # its data were used
                 start_s = self._run(DISK, "read", c, max(now_s, free_s), times.file_read_s[c])
-            start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c])
+            start_s = self._run(FETCH, "fetch", c, start_s, self._fetch_s[c], self._returned_before(c))
             if in_file:
                 self._read.append(start_s)
         elif not self._together:
             start_s = self._run(FETCH, "copy", c, start_s, self._fetch_s[c])
         if self._together:
-            self._used(c)
             start_s = self._run(NETWORK, "gather", c, start_s, times.gather_s[c])
         self._ready_s[c] = start_s
         return now_s
 
     def _use(self, c: int, now_s: float) -> float:
         """Waits until a chunk is where it is used: in its block, or resident and updated."""
-        if c in self._returned_s:
-            self._used(c)
         if self._ready_s[c] <= now_s:
             return now_s
         resident = self._resident[c]
@@ -486,18 +493,19 @@ class Replay:
 
     # --- clocks ------------------------------------------------------------------------------------------------------
 
-    def _run(self, lane: str, name: str, c: int | None, submitted_s: float, seconds: float) -> float:
-        """One item of a lane; when it is done."""
+    def _run(
+        self, lane: str, name: str, c: int | None, submitted_s: float, seconds: float, owed_s: float = 0.0
+    ) -> float:
+        """One item of a lane; when it is done. The lane loses what it owes another one, unless it was idle for that."""
         if self._contention and lane != DISK:
             self._lost_s += self._contention * seconds
         start_s = self._free_s[lane]
         if submitted_s > start_s:
             start_s = submitted_s
-        if lane == FETCH and self._owed_s:
-            lost_s = self._free_s[FETCH] + self._owed_s - start_s
+        if owed_s:
+            lost_s = self._free_s[lane] + owed_s - start_s
             if lost_s > 0:
                 seconds += lost_s
-            self._owed_s = 0.0
         if lane in self._slowdown:
             # Of two transfers in opposite directions the later one is slowed for as long as the earlier one lasts.
             other, factor, lost_share = self._slowdown[lane]

@@ -181,9 +181,10 @@ class WorkTimes:
         first_use: dict[int, int] = {}
         for chunk, entry in used:
             first_use.setdefault(chunk, entry)
-        self._first_use = first_use
+        self.first_use = [first_use.get(chunk, entries) for chunk in range(several)]
+        """The entry of the first use, by chunk; the number of entries if it has none."""
         with_gradient = [index for index, chunk in enumerate(work.chunks) if chunk.grad_bytes]
-        self.update_order = sorted(with_gradient, key=lambda index: (first_use.get(index, entries), index))
+        self.update_order = sorted(with_gradient, key=lambda index: (self.first_use[index], index))
         """Chunks that the optimizer steps, in the order in which the next forward asks for them."""
 
     def _index_gradients(self) -> None:
@@ -228,8 +229,7 @@ class WorkTimes:
     @property
     def before_first_use_s(self) -> Floats:
         """Seconds of the trace's own compute before the first use of each chunk; all if it has none."""
-        entries = [self._first_use.get(chunk, len(self.entry_chunks)) for chunk in range(len(self.bytes))]
-        found: Floats = self._before_s[self._access_of[entries]]
+        found: Floats = self._before_s[self._access_of[self.first_use]]
         return found
 
     @property
@@ -307,11 +307,11 @@ class WorkTimes:
                 chunk
                 for chunk in self.update_order
                 if placement.resident[chunk]
-                and chunk in self._first_use
+                and self.first_use[chunk] < len(self.entry_chunks)
                 and (self.shards > 1 or not placement.state_on_device[chunk])
             ]
             used = np.append(used, np.array(waiting, dtype=np.int64))
-            entry = np.append(entry, np.array([self._first_use[chunk] for chunk in waiting], dtype=np.int64))
+            entry = np.append(entry, np.array([self.first_use[chunk] for chunk in waiting], dtype=np.int64))
         return self._key(self._access_of[entry], _AT["use"]), np.full(len(used), USE), used
 
     def _gradients(self, placement: Placement, schedule: Schedule, reached: Ints) -> tuple[Ints, Ints, Ints]:

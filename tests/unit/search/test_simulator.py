@@ -74,6 +74,13 @@ def test_resident_chunks_wait_for_their_weights_to_return(adam: float, fetch: fl
     assert moved == {"host_to_device": 3 * MIB, "device_to_host": 3 * MIB}
 
 
+@pytest.mark.parametrize(("kind", "forward_s"), [("cuda", 4 * 4.0 + 1.0), ("cpu", 2 * 4.0 + 3.0)])
+def test_the_link_carries_fetches_and_returning_weights_in_the_order_of_their_use(kind: str, forward_s: float) -> None:
+    """Two chunks are fetched, and two that were updated early return meanwhile. On a CPU there is no link."""
+    plan = updating_early(chain_plan(blocks=2, depth=1, homes="sshh"), 2, 3)
+    assert simulated(plan, Speeds(1.0, 4.0), kind=kind).phases_s["forward"] == pytest.approx(forward_s)
+
+
 def test_what_the_device_steps_is_stepped_before_the_next_forward() -> None:
     result = simulated(chain_plan(blocks=0, depth=0, homes="ddd"), Speeds(use=1.0, device_adam=0.25))
     assert result.step_s == pytest.approx(6 + 3 * 0.25)
