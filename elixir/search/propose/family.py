@@ -60,7 +60,8 @@ class Shape:
     """Chunks fetched ahead."""
     order: int = IN_ORDER
     share: float = 1.0
-    """The part of the room for weights that they get; if none, blocks do."""
+    """The part of the room for weights that they get; if none, blocks do. Where all weights fit, less than all of the
+    room leaves some on the host: these come by fetches, which wait for no other chunk's new weights to return."""
     speed: float = 0.0
     """The speed of the host by which chunks are chosen to be updated early; 0: none is."""
     rule: int = 0
@@ -141,6 +142,10 @@ class Family:
             model.device_weights[ids, self.levels[:, 1]] - model.device_weights[ids, self.levels[:, 0]]
         )
         """Device bytes of weights at their second level, by chunk."""
+        # A first chunk whose states alone are too much, as an embedding's, would keep those of all others away, too.
+        if len(used) and self.least_away == self.most_away:
+            self.steps, self._rest[:] = np.roll(self.steps, -1), -1
+            del self.least_away
 
     @cached_property
     def fewest(self) -> tuple[int, ...]:
@@ -258,7 +263,7 @@ class Family:
             return self._rows[key]
         spare, fits, everything, codes, needs = self._room(away, blocks)
         chosen = self._orders[order]
-        room = np.where(everything, spare, share * (spare - blocks * self.block_bytes))
+        room = np.where(everything & (share == 1), spare, share * (spare - blocks * self.block_bytes))
         takes: Bools = np.zeros(needs.shape, dtype=bool)
         takes[:, chosen] = np.cumsum(needs[:, chosen], axis=1) <= room[:, None]
         codes = np.where(takes & (needs > 0), self.levels[:, 1], codes)
