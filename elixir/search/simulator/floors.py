@@ -258,8 +258,8 @@ class Floors:
     def _updated_s(self, homes: _Homes, room_bytes: Ints | None) -> Floats:
         """The end of forward, if updates of the host alone hold it up: each comes before the first use of its chunk.
 
-        New weights come over the link after the norm, one after the other, whenever they were made: those of which the
-        device has the old ones return, and forward fetches the others.
+        New weights come over the link after the norm, one after the other, whenever they were made: they
+        return to a device that has the old ones, and forward fetches the others.
         """
         order = self._updates
         hosted, late = homes.on_host[:, order], (homes.on_host & ~homes.early)[:, order]
