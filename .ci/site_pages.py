@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("optimal_search", "minimum_waste_search", "simple_search", "Plan", "ChunkPlan", "StepTrace", "HardwareProfile",
          "PlanError", "TraceError", "InputError", "InputTypeError", "ArtifactError", "ElixirError"),
     ),
+    "estimate": ("Estimate", ("estimate", "guard")),
     "train": ("Train", ("wrap", "together", "ElixirModule", "ElixirOptimizer", "HybridAdam", "StateError")),
     "save": (
         "Save",

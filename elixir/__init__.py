@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers, to which the com
     from elixir.errors import PlanError as PlanError
     from elixir.errors import StateError as StateError
     from elixir.errors import TraceError as TraceError
+    from elixir.estimates import estimate as estimate
+    from elixir.estimates import guard as guard
     from elixir.hardware.profile import HardwareProfile as HardwareProfile
     from elixir.kernels import HybridAdam as HybridAdam
     from elixir.models.together import together as together
@@ -49,6 +51,7 @@ _NAMES = {
     "elixir.checkpoint": "Checkpoints Loaded PerRank Saving load_checkpoint save_checkpoint",
     "elixir.checkpoint_format.export": "export_hf",
     "elixir.checkpoint_format.slice_reader": "open_checkpoint",
+    "elixir.estimates": "estimate guard",
     "elixir.errors": "ArtifactError ElixirError InputError InputTypeError PlanError StateError TraceError",
     "elixir.hardware.profile": "HardwareProfile",
     "elixir.kernels": "HybridAdam",

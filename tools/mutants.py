@@ -56,6 +56,7 @@ ROOMS = {
     "checkpoint": ("unit/checkpoint",), "checkpoint_format": ("unit/checkpoint",),
     "cli": ("unit/cli", "unit/search"), "show": ("unit/cli", "unit/search"), "kernels": ("unit/kernels", *WRAPPER),
     "hardware": ("unit/artifacts", "unit/microbench", "unit/search"), "access": WRAPPER,
+    "runtimes": ("unit/runtimes",),
     "models": ("unit/artifacts", "unit/tracer", "unit/wrapper"),
 }  # fmt: skip
 PAIRS = (

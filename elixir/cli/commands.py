@@ -19,6 +19,7 @@ from elixir.models.loading import config_of
 from elixir.optimizer_states import LOOPS, matrix_family, optimizer_name
 from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import Plan
+from elixir.runtimes.estimate import Estimate
 from elixir.search.advise.answer import Answer, best_allowed
 from elixir.search.batches import BatchChoice
 from elixir.search.question import Question
@@ -41,12 +42,19 @@ def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     trace, _ = from_flags.traced(args, load_hardware(args.hardware))
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
     yield tables.record_of(trace)
+    if trace.step_peak_bytes and not trace.step.forward:
+        yield str(Estimate(trace, load_hardware(args.hardware).device_kind))
     yield tables.trace_shown(trace, brief=args.brief)
     yield from written
 
 
 def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces (or reads a trace), searches, and says what goes where."""
+    if args.runtime:
+        from elixir.cli import peers
+
+        yield from peers.run_plan(args)
+        return
     kept = _weight_files(args)
     hardware = None if args.hardware is None else files.find_timed_hardware(args.hardware)
     trace, model = files.trace_in(args.model), None

@@ -38,6 +38,11 @@ def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """Every combination of models, machines, world sizes and batches on paper."""
     for model in args.models:
         files.refuse_artifact(model)
+    if args.runtime:
+        from elixir.cli import peers
+
+        yield from peers.run_sweep(args)
+        return
     prices, machines = _prices(args), _machines(args, args.hardware)
     rows, interrupted = _tried(args, partial(sweep, args.models, machines, args.world_sizes, args.batches))
     written = files.written(
@@ -55,6 +60,11 @@ def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
 def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     """The smallest known machine that can train a model, and what comes next."""
     files.refuse_artifact(args.model)
+    if args.runtime:
+        from elixir.cli import peers
+
+        yield from peers.run_fit(args)
+        return
     prices, names = _prices(args), args.hardware
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]

@@ -30,6 +30,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "wrapper": LEAVES | {"chunk", "kernels"},
     "checkpoint": LEAVES | {"chunk", "wrapper"},
     "show": LEAVES | {"search"},
+    "runtimes": LEAVES,
 }
 """Layer -> the other layers that it may import."""
 
@@ -64,7 +65,7 @@ INSIDE: dict[str, tuple[frozenset[str], ...]] = {
 }
 """Package -> its rooms from the ground up: each may import those before it and its equals, none after it."""
 
-TOP = frozenset({"", "__main__", "api", "check", "cli", "integrations"})
+TOP = frozenset({"", "__main__", "api", "check", "cli", "estimates", "integrations"})
 """May import everything. "" is elixir/__init__.py, whose names any layer below must take from their own modules."""
 
 FORBIDDEN_IN_LEAVES = ("torch.cuda", "torch.distributed")
@@ -198,7 +199,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[str]:
             return found
 
 
-MOST_MODULES = {"elixir": 14, "elixir.search": 8}
+MOST_MODULES = {"elixir": 15, "elixir.search": 8}
 """Package -> how many modules it may have next to its rooms, its own ``__init__`` counted."""
 
 

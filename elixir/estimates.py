@@ -1,0 +1,194 @@
+"""`estimate` and `guard`: what one training step takes on a device, and whether it will run there, in one call each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir.errors import ElixirError, InputError, InputTypeError, Lever, PlanError
+from elixir.hardware.memory import free_device_bytes
+from elixir.hardware.profile import HardwareProfile
+from elixir.models.activation_checkpointing import enable_checkpointing
+from elixir.runtimes.estimate import Estimate
+from elixir.search import plan_from_trace
+from elixir.search.question import StepQuestion
+from elixir.search.searches import profile_for
+from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE
+from elixir.units import format_bytes, format_seconds, parse_bytes
+
+StepFn = Callable[[nn.Module, Any], Any]
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
+PAPER = "h200"
+"""The preset whose kernels and allocator are assumed if there is no GPU and none is named."""
+
+
+def estimate(
+    model: nn.Module | str,
+    batch: Any = None,
+    optimizer: Optimizer = "AdamW",
+    *,
+    step_fn: StepFn | None = None,
+    hardware: HardwareProfile | str | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Estimate:
+    """Finds what one training step takes in plain PyTorch, or on each rank of DDP, which adds a copy of the gradients. Needs
+    no GPU, and trains nothing.
+
+    >>> print(elixir.estimate(model, batch, torch.optim.AdamW))  # doctest: +SKIP
+
+    Args:
+        model: real or on meta, left as it is; or a name (``elixir models``).
+        batch: what the step gets next to the model: a dict of the model's inputs, or anything with a `step_fn`. None
+            takes a default input (Hugging Face models).
+        optimizer: one of `torch.optim`, its class or its name; None: nothing is stepped.
+        step_fn: ``step_fn(model, batch)`` runs forward, loss and backward as your script does, autocast included. None:
+            backward of the output's ``loss``, while the output is kept.
+        hardware: the device to assume: a preset's name, a profile or its file. None: the GPU at hand, without one an
+            H200.
+        dtype: floating parameters and inputs count as cast to it; None leaves them.
+
+    Raises:
+        TraceError, InputError, InputTypeError: the step cannot be traced; an argument makes no sense.
+    """
+    profile = profile_for(PAPER if hardware is None and not torch.cuda.is_available() else hardware)
+    name, kernel = _stepped(optimizer)
+    question = StepQuestion(
+        model=model, inp=batch, step_fn=step_fn, dtype=dtype, optimizer=name, optimizer_kernel=kernel
+    )
+    return Estimate(question.trace(profile), profile.device_kind)
+
+
+def guard(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer = "AdamW",
+    *,
+    step_fn: StepFn | None = None,
+    memory: str | int | None = None,
+    hardware: HardwareProfile | str | None = None,
+) -> Estimate:
+    """Raises before the first step where it would run out of memory, and says what would fit.
+
+    >>> elixir.guard(model, batch, optimizer)  # doctest: +SKIP
+
+    Args:
+        model, batch, optimizer, step_fn, hardware: as of `estimate`.
+        memory: of the device, such as ``"24GiB"``. None: what is free on the GPU at hand, with what the model and this
+            process hold there already; without a GPU what the profile says.
+
+    Raises:
+        PlanError: it does not fit; its levers are changes that were tried. Others as of `estimate`.
+    """
+    found = estimate(model, batch, optimizer, step_fn=step_fn, hardware=hardware)
+    available = _available(memory, hardware)
+    if found.fits(available):
+        return found
+    tried = {"optimizer": optimizer, "step_fn": step_fn, "hardware": hardware}
+    raise PlanError(
+        f"a step of {found.trace.model_name} takes {format_bytes(found.peak_bytes)} in {found.when}: it will not fit",
+        needed_bytes=found.needed_bytes,
+        available_bytes=available,
+        levers=[*_smaller(model, batch, found, available, tried), *_planned(found, available, hardware)],
+    )
+
+
+def _stepped(optimizer: Optimizer) -> tuple[str | None, Any]:
+    """The class in `torch.optim`, and how it steps; None for torch's choice."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer, None
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise InputTypeError(f"optimizer is one of torch.optim, its class or its name, got {kind.__name__}")
+    if kind.__module__.partition(".")[0] != "torch":
+        raise InputError(
+            f"{kind.__name__} is none of torch.optim, so its states are not known; give its nearest kin there"
+        )
+    options = {} if isinstance(optimizer, type) else optimizer.defaults
+    kernel = next((name for name in ("fused", "foreach") if options.get(name)), None)
+    return kind.__name__, "for-loop" if options.get("foreach") is False and kernel is None else kernel
+
+
+def _available(memory: str | int | None, hardware: HardwareProfile | str | None) -> int:
+    """Bytes of the device: given, free here with what this process holds, or of the profile."""
+    if memory is not None:
+        return parse_bytes(memory)
+    if hardware is None and torch.cuda.is_available():
+        return free_device_bytes("cuda") + torch.cuda.memory_reserved()
+    return profile_for(PAPER if hardware is None else hardware).device_memory_bytes
+
+
+def _smaller(model: nn.Module, batch: Any, found: Estimate, available: int, asked: dict[str, Any]) -> Iterator[Lever]:
+    """Activation checkpointing, and the largest part of the batch that fits, with and without."""
+    for checkpoint in (False, True):
+        with _checkpointed(model) if checkpoint else contextlib.nullcontext(True) as could:
+            if not could:
+                continue
+            with_it = "activation checkpointing" if checkpoint else ""
+            for samples in _halves(batch) if not checkpoint else [None, *_halves(batch)]:
+                action = (
+                    with_it if samples is None else f"micro-batches of {samples}" + (with_it and f" with {with_it}")
+                )
+                try:
+                    now = estimate(model, batch if samples is None else _first(batch, samples), **asked)
+                except ElixirError:
+                    break
+                if now.fits(available):
+                    yield Lever(f"use {action}", found.needed_bytes - now.needed_bytes)
+                    break
+
+
+@contextlib.contextmanager
+def _checkpointed(model: nn.Module) -> Iterator[bool]:
+    """Whether a model of transformers can checkpoint its layers and does not; it does meanwhile."""
+    disable = getattr(model, "gradient_checkpointing_disable", None)
+    if disable is None or getattr(model, "is_gradient_checkpointing", True) or not model.training:
+        yield False
+        return
+    try:
+        enable_checkpointing(model, "non-reentrant")
+        could = True
+    except (InputError, ValueError):
+        could = False
+    try:
+        yield could
+    finally:
+        disable()
+
+
+def _halves(batch: Any) -> Iterator[int]:
+    """Half of the samples, a quarter, and so on; none if a batch is no dict of tensors of as many."""
+    tensors = list(batch.values()) if isinstance(batch, dict) else []
+    sizes = {each.shape[0] for each in tensors if isinstance(each, torch.Tensor) and each.dim()}
+    samples = sizes.pop() if len(sizes) == 1 and all(isinstance(each, torch.Tensor) for each in tensors) else 1
+    while samples > 1:
+        samples = samples // 2
+        yield samples
+
+
+def _first(batch: dict[str, torch.Tensor], samples: int) -> dict[str, torch.Tensor]:
+    return {name: each[:samples] if each.dim() else each for name, each in batch.items()}
+
+
+def _planned(found: Estimate, available: int, hardware: HardwareProfile | str | None) -> Iterator[Lever]:
+    """The same step under a plan of Elixir, if one fits."""
+    profile = profile_for(PAPER if hardware is None and not torch.cuda.is_available() else hardware)
+    host = profile.host_memory_bytes or HOST_PER_DEVICE_BYTE * profile.device_memory_bytes
+    optimizer = found.trace.optimizer.split(" ")[0]
+    try:
+        plan = plan_from_trace(
+            found.trace, profile, 1, optimizer_type=optimizer, device_memory=available, host_budget=host
+        ).plan
+    except ElixirError:
+        return
+    predicted = plan.predicted
+    took = "" if predicted.step_s is None else f", {format_seconds(predicted.step_s)} a step"
+    yield Lever(
+        f"train with elixir.wrap(model, optimizer, device_memory={available}): "
+        f"{format_bytes(predicted.device_peak_bytes)} of the device, {format_bytes(predicted.host_peak_bytes)} of the "
+        f"host{took}",
+        found.needed_bytes - predicted.device_peak_bytes,
+    )

@@ -1,0 +1,110 @@
+"""DeepSpeed's ZeRO, stages 1 to 3, with and without offload of optimizer states and weights.
+
+Weights are kept in the dtype of the trace, bfloat16 or float16, and stepped in float32. Sources are files and lines of
+DeepSpeed 0.19.8, below ``deepspeed/runtime``. Defaults of its configuration hold, and ``overlap_comm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elixir.runtimes.work import MASTER_BYTES, MOMENTS_BYTES, Prediction, Setting, Work
+from elixir.step_trace import Access
+from elixir.units import dtype_bytes
+
+BUCKET_NUMEL = 500_000_000
+"""zero/config.py:113 ``reduce_bucket_size``, and ``allgather_bucket_size``."""
+SUB_GROUP_NUMEL = 1_000_000_000
+"""zero/config.py:182 ``sub_group_size``."""
+LIVE_NUMEL = 1_000_000_000
+"""zero/config.py:245 ``stage3_max_live_parameters``, and ``stage3_max_reuse_distance``: so many stay gathered."""
+SOURCES = (
+    "zero/stage_1_and_2.py:3260 setup_buckets: from the first gradient on two buckets of reduce_bucket_size",
+    "zero/stage_1_and_2.py:659 temp_grad_buffer_for_gpu_offload: with offload a buffer as large as the largest weight",
+    "zero/stage3.py: gathered weights up to max_live_parameters, a flat bucket of gradients of reduce_bucket_size",
+    "zero/stage_1_and_2.py step, zero/stage3.py _prepare_sub_group: gradients become float32 before they are stepped",
+    "zero/config.py:113, 138, 182, 222, 228, 245, 251: the defaults",
+)
+HOST_TRAFFIC_BYTES = 42
+"""Bytes of host memory for each element of a step with offload: Adam 28, scaling and clipping its gradient 8, the new
+weight in fewer bits 6."""
+ADAM_TRAFFIC_BYTES = 28
+HOST_SHARE = 0.8
+"""Share of the rate of one large Adam on the host that its step reaches: five rows of one H200
+(benchmark/results/gpu_proof_h200.jsonl) gave 0.73 to 0.85."""
+
+
+def settings(*, checkpoint: bool, micro: int, accumulation: int, world_size: int) -> list[Setting]:
+    """The settings to try, the fastest first; on one rank a stage only matters with offload."""
+    shared = {"runtime": "deepspeed", "micro": micro, "accumulation": accumulation, "checkpoint": checkpoint}
+    resident = [Setting(**shared, stage=stage) for stage in ((1, 2, 3) if world_size > 1 else (1,))]  # type: ignore[arg-type]
+    offload = [Setting(**shared, stage=stage, offload=True) for stage in (2, 3)]  # type: ignore[arg-type]
+    return [*resident, *offload, Setting(**shared, stage=3, offload=True, weights_offload=True)]  # type: ignore[arg-type]
+
+
+def predict(work: Work, setting: Setting) -> Prediction:
+    """One step; `work.trace` is of a model whose weights have the dtype of compute."""
+    ranks, trained = work.world_size, work.trained
+    width = max((dtype_bytes(each.dtype) for each in work.trace.parameters), default=2)
+    largest = max((each.numel for each in work.trace.parameters), default=0)
+    bucket = width * min(BUCKET_NUMEL, trained)
+    done = work.gradients_before()
+    states = (MASTER_BYTES + MOMENTS_BYTES) * trained // ranks
+    fixed = {"buffers": work.buffer_bytes}
+    if not setting.offload:
+        fixed["masters and optimizer"] = states
+    whole = work.trace.param_bytes
+    if setting.stage == 3:
+        live = width * min(LIVE_NUMEL, work.trace.numel)
+        sharded = 0 if setting.weights_offload else whole // ranks
+        fixed["weights"] = sharded + (live if ranks > 1 or setting.weights_offload else 0)
+        fixed["buckets"] = bucket
+    else:
+        fixed["weights"] = whole
+        fixed["buckets"] = width * largest if setting.offload else 0
+    again = setting.accumulation > 1
+
+    def kept(index: int, access: Access) -> Mapping[str, int]:
+        begun = access.phase != "forward" and done[index] > 0
+        here = done[index] // (ranks if setting.stage > 1 else 1)
+        gradients = 0 if setting.offload else width * trained // (ranks if setting.stage > 1 else 1) if again else here
+        buckets = fixed["buckets"] + (2 * bucket if begun and setting.stage < 3 else 0)
+        return {**fixed, "gradients": gradients, "buckets": buckets}
+
+    parts = work.highest(kept)
+    if not setting.offload:
+        # Gradients become float32 for the step: all of a rank's part, or with stage 3 one sub-group after the other.
+        own = width * trained // (ranks if setting.stage > 1 else 1)
+        cast = MASTER_BYTES * (min(SUB_GROUP_NUMEL, trained // ranks) if setting.stage == 3 else trained // ranks)
+        step = {**fixed, "gradients": own, "float32 gradients": cast, "activations": work.trace.input_bytes}
+        parts = max(parts, step, key=lambda each: sum(each.values()))
+    return Prediction(setting, sum(parts.values()), parts, _host_bytes(work, setting), _seconds(work, setting), SOURCES)
+
+
+def _host_bytes(work: Work, setting: Setting) -> int:
+    """Masters, gradients and moments in float32, and the weights with ``offload_param``; of all ranks here."""
+    if not setting.offload:
+        return 0
+    states = (2 * MASTER_BYTES + MOMENTS_BYTES) * work.trained
+    weights = work.trace.param_bytes if setting.weights_offload else 0
+    return (states + weights) * work.ranks_here // work.world_size
+
+
+def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
+    """Compute; what of gathers, reductions and copies is not hidden by it; the optimizer step."""
+    ranks, times, trained = work.world_size, setting.accumulation, work.trained
+    weights, gradients = work.trace.param_bytes, work.trace.grad_bytes
+    gathers = (2 if setting.stage == 3 else 0) * work.ring_s(weights)
+    if setting.weights_offload:
+        gathers += 2 * work.link_s(weights / ranks)
+    reduce = work.ring_s(gradients, passes=2 if setting.stage < 2 else 1)
+    home = work.link_s(MASTER_BYTES * trained / ranks, to_host=True) if setting.offload else 0.0
+    exposed = max(gathers - work.compute_s(), 0.0) + max(reduce + home - work.compute_s(backward=True), 0.0)
+    step = work.adam_s(trained / ranks, on_host=setting.offload)
+    after = 0.0
+    if setting.offload:
+        step *= HOST_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES / HOST_SHARE
+        after = 0.0 if setting.weights_offload else work.link_s(weights / ranks)
+    if setting.stage < 3:
+        after += work.ring_s(weights)
+    return {"compute": work.compute_s() * times, "transfers": exposed * times + after, "optimizer": step}

@@ -1,0 +1,212 @@
+"""`Work`: one training step and the machine that runs it, as the arithmetic of other runtimes reads them;
+`Prediction`: the outcome of that arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from elixir.hardware.profile import HardwareProfile
+from elixir.step_trace import Access, ParamInfo, StepTrace, enclosing
+from elixir.units import dtype_bytes, format_bytes, format_seconds
+
+MASTER_BYTES = 4
+"""Bytes of a weight, or a gradient, in float32."""
+MOMENTS_BYTES = 8
+"""Bytes of Adam's two moments of an element, in float32."""
+ROOT = ""
+"""The name of the group of parameters that lie in no unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a runtime is asked to train."""
+
+    runtime: str
+    """``ddp``, ``fsdp2`` or ``deepspeed``."""
+    micro: int = 1
+    """Samples of a micro-batch, on one rank."""
+    accumulation: int = 1
+    """Micro-batches of an optimizer step."""
+    checkpoint: bool = False
+    """Whether all layers run again in backward."""
+    offload: bool = False
+    """Whether optimizer states, and what else the runtime moves with them, live on the host."""
+    keep: bool = False
+    """FSDP2: whether gathered weights stay from forward to backward (``reshard_after_forward=False``)."""
+    stage: int = 0
+    """DeepSpeed: the stage of ZeRO."""
+    weights_offload: bool = False
+    """DeepSpeed: whether weights live on the host as well (``offload_param``), which takes stage 3."""
+
+    def __str__(self) -> str:
+        words = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": f"ZeRO-{self.stage}"}[self.runtime]
+        words += " keep" if self.keep else ""
+        words += " offload" if self.offload else ""
+        words += " of weights too" if self.weights_offload else ""
+        words += ", checkpointed" if self.checkpoint else ""
+        return f"{words}, {self.accumulation} x {self.micro}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step under a setting, on one rank."""
+
+    setting: Setting
+    device_bytes: int
+    """Highest allocated bytes of one device."""
+    parts: Mapping[str, int]
+    """Kinds of these at that moment, and their bytes."""
+    host_bytes: int
+    """Host memory of all ranks of one machine that the runtime keeps: pinned buffers, masters, states."""
+    seconds: Mapping[str, float]
+    """Parts of the step's seconds; they add up to `step_s`."""
+    sources: tuple[str, ...] = ()
+    """Places in the runtime's release that say so: files and lines."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one optimizer step."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items() if size)
+        times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.seconds.items() if seconds)
+        return (
+            f"{self.setting}: {format_bytes(self.device_bytes)} of each device ({parts}), "
+            f"{format_bytes(self.host_bytes)} of each host, {format_seconds(self.step_s)} a step ({times})"
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that a runtime gathers together: those of a unit of the model, or all that lie in none."""
+
+    name: str
+    numel: int
+    """Elements, each parameter padded to a whole number for each rank."""
+    trained: int
+    """Elements that are trained, likewise."""
+    nbytes: int
+    """Bytes of its weights as the step computes with them, likewise padded."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step on one rank of several.
+
+    Args:
+        trace: of one micro-batch, in the dtype in which the runtime computes.
+        hardware: the machine.
+        world_size: number of ranks.
+        access_s: compute seconds of every access of the trace.
+        master_bytes: bytes of a weight as it is kept and stepped.
+    """
+
+    trace: StepTrace
+    hardware: HardwareProfile
+    world_size: int = 1
+    access_s: Sequence[float] = field(default=(), repr=False)
+    master_bytes: int = MASTER_BYTES
+
+    @cached_property
+    def group_of(self) -> list[str]:
+        """The group of each access, by its name."""
+        units = {unit.name for unit in self.trace.units}
+        return [enclosing(access.module, units) or ROOT for access in self.trace.accesses]
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """All groups that hold parameters, by name, in the order of the model."""
+        units = {unit.name for unit in self.trace.units}
+        members: dict[str, list[ParamInfo]] = {}
+        for parameter in self.trace.parameters:
+            members.setdefault(enclosing(parameter.name, units) or ROOT, []).append(parameter)
+        return {name: self._group(name, each) for name, each in members.items()}
+
+    def _group(self, name: str, members: Sequence[ParamInfo]) -> Group:
+        sizes = [(each, self.padded(each)) for each in members]
+        return Group(
+            name,
+            sum(size for _, size in sizes),
+            sum(size for each, size in sizes if each.trainable),
+            sum(size * dtype_bytes(each.dtype) for each, size in sizes),
+        )
+
+    def padded(self, parameter: ParamInfo) -> int:
+        """Elements of a parameter whose first dimension is filled up to a multiple of the ranks."""
+        rows = parameter.shape[0] if parameter.shape else 1
+        return -(-rows // self.world_size) * self.world_size * (parameter.numel // rows if rows else 0)
+
+    @property
+    def trained(self) -> int:
+        """Elements that are trained."""
+        return sum(each.numel for each in self.trace.parameters if each.trainable)
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that share a machine."""
+        return self.hardware.ranks_per_host(self.world_size)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of buffers, which every rank has."""
+        return self.trace.buffer_bytes
+
+    def compute_s(self, *, backward: bool | None = None) -> float:
+        """Seconds of the device's own work in forward, in backward with what runs again there, or in both."""
+        phases = {None: ("forward", "recompute", "backward"), True: ("recompute", "backward"), False: ("forward",)}
+        pairs = zip(self.trace.accesses, self.access_s, strict=True)
+        return sum(seconds for access, seconds in pairs if access.phase in phases[backward])
+
+    def runs(self) -> Iterator[tuple[str, bool, int, int]]:
+        """Successive accesses of one group on one side of the step: its name, whether it is backward, the first access
+        and the one after the last. Of what is used between two accesses of the root the group is the root."""
+        begin = 0
+        keys = [(name, each.phase != "forward") for name, each in zip(self.group_of, self.trace.accesses, strict=True)]
+        for index in range(1, len(keys) + 1):
+            if index == len(keys) or keys[index] != keys[begin]:
+                yield (*keys[begin], begin, index)
+                begin = index
+
+    def gradients_before(self) -> list[int]:
+        """By access: bytes of complete gradients, in the dtype of the trace's weights, when it begins."""
+        done = [0] * (len(self.trace.accesses) + 1)
+        for each in self.trace.parameters:
+            if each.trainable and each.grad_access is not None:
+                done[each.grad_access + 1] += each.numel * dtype_bytes(each.dtype)
+        return list(accumulate(done[:-1]))
+
+    def highest(self, kept: Callable[[int, Access], Mapping[str, int]]) -> dict[str, int]:
+        """The parts of memory at the moment of the highest total, over forward and backward.
+
+        Args:
+            kept: what the runtime holds during an access, next to inputs, activations and workspace.
+        """
+        best: dict[str, int] = {}
+        for index, access in enumerate(self.trace.accesses):
+            parts = {**kept(index, access), "activations": access.live_bytes}
+            if sum(parts.values()) > sum(best.values()):
+                best = parts
+        return best
+
+    def link_s(self, nbytes: float, *, to_host: bool = False) -> float:
+        """Seconds of a copy between the host and this rank's device, next to those of the other ranks."""
+        key = "device_to_host" if to_host else "host_to_device"
+        rate = getattr(self.hardware, f"{key}_bytes_per_s")
+        return float(nbytes / min(rate, self.hardware.host_memory_bytes_per_s / self.ranks_here))
+
+    def ring_s(self, nbytes: float, *, passes: int = 1) -> float:
+        """Seconds in which all ranks gather, or reduce, so many bytes by a ring; an all-reduce takes two passes."""
+        ranks, rate = self.world_size, self.hardware.device_to_device_bytes_per_s
+        if ranks > self.ranks_here:  # one network for all devices of a machine
+            rate = min(rate, (self.hardware.network_bytes_per_s or rate) / self.ranks_here * self.ranks_here)
+        return passes * nbytes * (ranks - 1) / ranks / rate
+
+    def adam_s(self, numel: float, *, on_host: bool) -> float:
+        """Seconds of Adam over so many elements of this rank, by the profile's rate."""
+        if on_host:
+            return numel * self.ranks_here / self.hardware.host_adam_numel_per_s
+        return numel / self.hardware.device_adam_numel_per_s

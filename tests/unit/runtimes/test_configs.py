@@ -1,0 +1,87 @@
+"""The tools' own parsers take what is written for them, and read the setting back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir.errors import InputError
+from elixir.runtimes import Prediction, Setting, config_text
+
+GIB = 2**30
+
+
+def written(folder: Path, name: str, **setting: Any) -> Path:
+    made = Prediction(Setting(micro=2, accumulation=4, **setting), GIB, {"activations": GIB}, 0, {"compute": 1.0})
+    path = folder / name
+    path.write_text(config_text(made, name, layer="LlamaDecoderLayer", world_size=2, hosts=1))
+    assert "Predicted by Elixir" in path.read_text()
+    return path
+
+
+@pytest.mark.parametrize(("offload", "keep"), [(False, False), (True, True)])
+def test_accelerate_reads_an_fsdp2_file(tmp_path: Path, offload: bool, keep: bool) -> None:
+    config = pytest.importorskip("accelerate.commands.config")
+    found = config.load_config_from_file(
+        str(written(tmp_path, "fsdp.yaml", runtime="fsdp2", offload=offload, keep=keep, checkpoint=True))
+    )
+    assert (found.distributed_type.value, found.num_processes, found.mixed_precision) == ("FSDP", 2, "bf16")
+    assert found.fsdp_config["fsdp_version"] == 2
+    assert found.fsdp_config["fsdp_offload_params"] is offload
+    assert found.fsdp_config["fsdp_reshard_after_forward"] is not keep
+    assert found.fsdp_config["fsdp_activation_checkpointing"] is True
+    assert found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+
+
+def test_accelerate_reads_files_for_deepspeed_and_ddp(tmp_path: Path) -> None:
+    config = pytest.importorskip("accelerate.commands.config")
+    path = written(tmp_path, "zero.yaml", runtime="deepspeed", stage=3, offload=True, weights_offload=True)
+    zero = config.load_config_from_file(str(path)).deepspeed_config
+    assert (zero["zero_stage"], zero["offload_optimizer_device"], zero["gradient_accumulation_steps"]) == (3, "cpu", 4)
+    ddp = config.load_config_from_file(str(written(tmp_path, "ddp.yaml", runtime="ddp")))
+    assert ddp.distributed_type.value == "MULTI_GPU"
+
+
+@pytest.mark.parametrize("runtime", ["fsdp2", "ddp"])
+def test_trainer_reads_its_arguments(tmp_path: Path, runtime: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = written(tmp_path, "args.json", runtime=runtime, offload=runtime == "fsdp2", checkpoint=True)
+    here = {**json.loads(path.read_text()), "use_cpu": True, "output_dir": str(tmp_path)}
+    path.write_text(json.dumps(here))
+    (found,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_json_file(str(path))
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps, found.bf16) == (2, 4, True)
+    if runtime == "fsdp2":
+        assert found.fsdp_plugin_args["fsdp_version"] == 2
+        assert found.fsdp_plugin_args["cpu_offload"] is True
+        assert found.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "LlamaDecoderLayer"
+    else:
+        assert found.gradient_checkpointing is True
+
+
+def test_deepspeed_reads_its_file(tmp_path: Path) -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    path = written(tmp_path, "ds.json", runtime="deepspeed", stage=2, offload=True)
+    found = config.DeepSpeedConfig(str(path))
+    assert (found.zero_config.stage, found.train_micro_batch_size_per_gpu) == (2, 2)
+    assert found.zero_config.offload_optimizer.device == "cpu"
+
+
+def test_axolotl_and_torchtitan_have_their_keys(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load(written(tmp_path, "axolotl.yaml", runtime="fsdp2", offload=True).read_text())
+    assert (found["micro_batch_size"], found["fsdp_version"], found["fsdp_config"]["offload_params"]) == (2, 2, True)
+    zero = yaml.safe_load(written(tmp_path, "axolotl-zero.yml", runtime="deepspeed", stage=3, offload=True).read_text())
+    assert zero["deepspeed"].startswith("deepspeed_configs/zero3")
+    text = written(tmp_path, "titan.toml", runtime="fsdp2", keep=True).read_text()
+    assert 'fsdp_reshard_after_forward = "never"' in text
+    assert "global_batch_size = 16" in text
+
+
+def test_a_name_that_says_no_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"\.json"):
+        written(tmp_path, "config.ini", runtime="fsdp2")
+    with pytest.raises(InputError, match="torchtitan"):
+        written(tmp_path, "ds.toml", runtime="deepspeed", stage=1)
