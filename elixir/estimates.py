@@ -35,8 +35,8 @@ def estimate(
     hardware: HardwareProfile | str | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Estimate:
-    """Finds what one training step takes in plain PyTorch, or on each rank of DDP, which adds a copy of the gradients. Needs
-    no GPU, and trains nothing.
+    """Finds what one training step takes in plain PyTorch. Needs no GPU, and trains nothing. Each rank of DDP takes a
+    copy of the gradients more.
 
     >>> print(elixir.estimate(model, batch, torch.optim.AdamW))  # doctest: +SKIP
 
