@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from elixir.errors import ElixirError, InputError, InputTypeError, Lever, PlanEr
 from elixir.hardware.memory import free_device_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.activation_checkpointing import enable_checkpointing
-from elixir.runtimes.estimate import Estimate
+from elixir.models.step import default_step
+from elixir.runtimes.estimate import CONTEXT_BYTES, Estimate, with_margin, without_margin
 from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
 from elixir.search.searches import profile_for
 from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE
-from elixir.units import format_bytes, format_seconds, parse_bytes
+from elixir.units import GIB, format_bytes, format_seconds, parse_bytes
 
 StepFn = Callable[[nn.Module, Any], Any]
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
@@ -44,7 +46,8 @@ def estimate(
         model: real or on meta, left as it is; or a name (``elixir models``).
         batch: what the step gets next to the model: a dict of the model's inputs, or anything with a `step_fn`. None
             takes a default input (Hugging Face models).
-        optimizer: one of `torch.optim`, its class or its name; None: nothing is stepped.
+        optimizer: one of `torch.optim`, its class or its name, of which all trainable parameters count, and no options
+            but ``fused`` and ``foreach``; None: nothing is stepped.
         step_fn: ``step_fn(model, batch)`` runs forward, loss and backward as your script does, autocast included. None:
             backward of the output's ``loss``, while the output is kept.
         hardware: the device to assume: a preset's name, a profile or its file. None: the GPU at hand, without one an
@@ -85,9 +88,11 @@ def guard(
     """
     found = estimate(model, batch, optimizer, step_fn=step_fn, hardware=hardware)
     available = _available(memory, hardware)
+    if memory is None and hardware is None and torch.cuda.is_available():
+        available += CONTEXT_BYTES  # what is free here is so without the context, which an estimate counts
     if found.fits(available):
         return found
-    tried = {"optimizer": optimizer, "step_fn": step_fn, "hardware": hardware}
+    tried = {"optimizer": optimizer, "step_fn": step_fn or default_step, "hardware": hardware}
     raise PlanError(
         f"a step of {found.trace.model_name} takes {format_bytes(found.peak_bytes)} in {found.when}: it will not fit",
         needed_bytes=found.needed_bytes,
@@ -123,45 +128,49 @@ def _available(memory: str | int | None, hardware: HardwareProfile | str | None)
 
 def _smaller(model: nn.Module, batch: Any, found: Estimate, available: int, asked: dict[str, Any]) -> Iterator[Lever]:
     """Activation checkpointing, and the largest part of the batch that fits, with and without."""
-    for checkpoint in (False, True):
-        with _checkpointed(model) if checkpoint else contextlib.nullcontext(True) as could:
-            if not could:
+    step = asked.pop("step_fn")
+    twice = partial(_two_steps, step)
+    for form, tried in (("", model), ("activation checkpointing", _checkpointed(model))):
+        for samples in [None, *_halves(batch)] if tried is not None else ():
+            if samples is None and not form:
                 continue
-            with_it = "activation checkpointing" if checkpoint else ""
-            for samples in _halves(batch) if not checkpoint else [None, *_halves(batch)]:
-                action = (
-                    with_it if samples is None else f"micro-batches of {samples}" + (with_it and f" with {with_it}")
-                )
-                try:
-                    now = estimate(model, batch if samples is None else _first(batch, samples), **asked)
-                except ElixirError:
-                    break
-                if now.fits(available):
-                    yield Lever(f"use {action}", found.needed_bytes - now.needed_bytes)
-                    break
+            part = batch if samples is None else _first(batch, samples)
+            try:
+                # Of several micro-batches the later ones find the gradients of those before.
+                now = estimate(tried, part, **asked, step_fn=step if samples is None else twice)  # type: ignore[arg-type]
+            except ElixirError:
+                break
+            if now.fits(available):
+                action = form if samples is None else f"micro-batches of {samples}" + (form and f" with {form}")
+                yield Lever(f"use {action}", found.needed_bytes - now.needed_bytes)
+                break
 
 
-@contextlib.contextmanager
-def _checkpointed(model: nn.Module) -> Iterator[bool]:
-    """Whether a model of transformers can checkpoint its layers and does not; it does meanwhile."""
-    disable = getattr(model, "gradient_checkpointing_disable", None)
-    if disable is None or getattr(model, "is_gradient_checkpointing", True) or not model.training:
-        yield False
-        return
+def _two_steps(step: StepFn, model: nn.Module, batch: Any) -> None:
+    """Two micro-batches."""
+    step(model, batch)
+    step(model, batch)
+
+
+def _checkpointed(model: nn.Module) -> nn.Module | None:
+    """A copy on meta of a model of transformers, whose layers checkpoint; None if they do already, or cannot."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    if not model.training or next((getattr(model, name) for name in names if hasattr(model, name)), True):
+        return None
+    on_meta = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad) for each in model.parameters()
+    }
     try:
-        enable_checkpointing(model, "non-reentrant")
-        could = True
-    except (InputError, ValueError):
-        could = False
-    try:
-        yield could
-    finally:
-        disable()
+        copied = copy.deepcopy(model, on_meta)
+        enable_checkpointing(copied, "non-reentrant")
+    except Exception:  # whatever a model's own code raises when it is copied
+        return None
+    return copied
 
 
 def _halves(batch: Any) -> Iterator[int]:
-    """Half of the samples, a quarter, and so on; none if a batch is no dict of tensors of as many."""
-    tensors = list(batch.values()) if isinstance(batch, dict) else []
+    """Half of the samples, a quarter, and so on; none if a batch is no dict, tuple or list of tensors of as many."""
+    tensors = _tensors(batch)
     sizes = {each.shape[0] for each in tensors if isinstance(each, torch.Tensor) and each.dim()}
     samples = sizes.pop() if len(sizes) == 1 and all(isinstance(each, torch.Tensor) for each in tensors) else 1
     while samples > 1:
@@ -169,8 +178,18 @@ def _halves(batch: Any) -> Iterator[int]:
         yield samples
 
 
-def _first(batch: dict[str, torch.Tensor], samples: int) -> dict[str, torch.Tensor]:
-    return {name: each[:samples] if each.dim() else each for name, each in batch.items()}
+def _tensors(batch: Any) -> list[Any]:
+    if isinstance(batch, dict):
+        return list(batch.values())
+    return list(batch) if type(batch) in (tuple, list) else [batch]
+
+
+def _first(batch: Any, samples: int) -> Any:
+    """The first samples of a batch."""
+    parts = [each[:samples] if each.dim() else each for each in _tensors(batch)]
+    if isinstance(batch, dict):
+        return dict(zip(batch, parts, strict=True))
+    return type(batch)(parts) if type(batch) in (tuple, list) else parts[0]
 
 
 def _planned(found: Estimate, available: int, hardware: HardwareProfile | str | None) -> Iterator[Lever]:
@@ -180,15 +199,20 @@ def _planned(found: Estimate, available: int, hardware: HardwareProfile | str | 
     optimizer = found.trace.optimizer.split(" ")[0]
     try:
         plan = plan_from_trace(
-            found.trace, profile, 1, optimizer_type=optimizer, device_memory=available, host_budget=host
+            found.trace,
+            profile,
+            1,
+            optimizer_type=optimizer,
+            device_memory=without_margin(available, profile.device_kind),
+            host_budget=host,
         ).plan
     except ElixirError:
         return
     predicted = plan.predicted
     took = "" if predicted.step_s is None else f", {format_seconds(predicted.step_s)} a step"
     yield Lever(
-        f"train with elixir.wrap(model, optimizer, device_memory={available}): "
+        f"train with elixir.wrap(model, optimizer, device_memory='{plan.device_budget_bytes / GIB:.2f}GiB'): "
         f"{format_bytes(predicted.device_peak_bytes)} of the device, {format_bytes(predicted.host_peak_bytes)} of the "
         f"host{took}",
-        found.needed_bytes - predicted.device_peak_bytes,
+        found.needed_bytes - with_margin(predicted.device_peak_bytes, profile.device_kind),
     )

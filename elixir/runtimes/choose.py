@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from elixir.errors import unknown_name
+from elixir.errors import InputError, unknown_name
 from elixir.runtimes import ddp, deepspeed, fsdp2
 from elixir.runtimes.estimate import with_margin
 from elixir.runtimes.work import Prediction, Setting, Work
@@ -16,6 +17,8 @@ _MODULES: dict[str, tuple[Callable[..., list[Setting]], Callable[[Work, Setting]
     "deepspeed": (deepspeed.settings, deepspeed.predict),
 }
 RUNTIMES = tuple(_MODULES)
+ALIKE = 1.01
+"""Two settings take as long if their seconds differ by no more; the one with less of the device comes first then."""
 WorkOf = Callable[[str, int, bool], Work]
 """``work_of(runtime, micro, checkpoint)``: the step of one micro-batch as that runtime computes it."""
 
@@ -49,41 +52,67 @@ class Choice:
 
 
 def choices(
-    runtime: str, work_of: WorkOf, *, samples: int, world_size: int, device_bytes: int, host_bytes: int
+    runtime: str,
+    work_of: WorkOf,
+    *,
+    samples: int,
+    micro: int | None = None,
+    world_size: int,
+    device_bytes: int,
+    host_bytes: int,
+    checkpoints: Sequence[bool] = (False, True),
 ) -> list[Choice]:
-    """The settings of a runtime for a step of `samples` on each rank: those that fit, the fastest first; then others,
-    those that lack least first.
-
-    Of micro-batches the largest with which anything fits is taken, with checkpointing and without.
+    """The settings of a runtime for a step of `samples` on each rank: those that fit, the fastest first (`ALIKE`); then
+    others, those that lack least first. Each has the largest micro-batch with which it fits, or one sample.
 
     Args:
         runtime: one of `RUNTIMES`.
-        work_of: makes the work of a micro-batch.
+        work_of: makes the work of a micro-batch; an `InputError` says that the model cannot run so.
         samples: of one rank and optimizer step.
+        micro: the most samples of a micro-batch; None: all of them.
         world_size: ranks.
         device_bytes: memory of one device.
         host_bytes: memory of one machine that may be used.
+        checkpoints: whether layers run again in backward.
+
+    Raises:
+        InputError: the model can run in no way that was asked for.
     """
-    found: list[Choice] = []
-    for checkpoint in (False, True):
-        micro = samples
-        while micro >= 1:
-            work = work_of(runtime, micro, checkpoint)
-            asked = {"checkpoint": checkpoint, "micro": micro, "accumulation": samples // micro}
-            tried = [
-                _choice(predict(work, setting), work, device_bytes, host_bytes)
-                for setting in _MODULES[runtime][0](**asked, world_size=world_size)
-            ]
-            found += tried
-            if any(each.fits for each in tried) or all(map(_is_hopeless, tried)):
+    if runtime not in _MODULES:
+        raise unknown_name("runtime", runtime, RUNTIMES)
+    settings_of, _ = _MODULES[runtime]
+    found, problem = dict[Setting, Choice](), InputError("no form of checkpointing was asked for")
+    sizes = [size for size in range(micro or samples, 0, -1) if samples % size == 0]
+    for checkpoint in checkpoints:
+        open_settings = True
+        for size in sizes:
+            try:
+                work = work_of(runtime, size, checkpoint)
+            except InputError as error:
+                problem = error
                 break
-            micro = next((size for size in range(micro // 2, 0, -1) if samples % size == 0), 0)
-    return sorted(found, key=_order)
+            open_settings = False
+            counts: dict[str, Any] = {"checkpoint": checkpoint, "micro": size, "accumulation": samples // size}
+            for setting in settings_of(**counts, world_size=world_size):
+                key = replace(setting, micro=0, accumulation=0)
+                if key in found and (found[key].fits or _is_hopeless(found[key])):
+                    continue
+                found[key] = _choice(predict(work, setting), work, device_bytes, host_bytes)
+                open_settings |= not (found[key].fits or _is_hopeless(found[key]))
+            if not open_settings:
+                break
+    if not found:
+        raise problem
+    ranked = sorted(found.values(), key=_order)
+    near_s = ranked[0].prediction.step_s * ALIKE
+    near = [each for each in ranked if each.fits and each.prediction.step_s <= near_s]
+    return [*sorted(near, key=lambda each: each.prediction.device_bytes), *ranked[len(near) :]]
 
 
 def _is_hopeless(choice: Choice) -> bool:
     """Whether no smaller micro-batch would help: even without activations it lacks memory."""
-    return choice.device_short > choice.prediction.parts.get("activations", 0) or choice.host_short > 0
+    moving = choice.prediction.parts.get("activations", 0) + choice.prediction.parts.get("gradients", 0)
+    return choice.device_short > moving or choice.host_short > 0
 
 
 def _order(choice: Choice) -> tuple[bool, float]:
@@ -92,5 +121,5 @@ def _order(choice: Choice) -> tuple[bool, float]:
 
 
 def _choice(prediction: Prediction, work: Work, device_bytes: int, host_bytes: int) -> Choice:
-    needed = with_margin(prediction.device_bytes, work.hardware.device_kind)
+    needed = with_margin(prediction.device_bytes, work.hardware.device_kind, work.world_size)
     return Choice(prediction, needed - device_bytes, prediction.host_bytes - host_bytes)

@@ -21,13 +21,13 @@ def config_text(
 ) -> str:
     """The text of a file for the runtime of a prediction, of the kind that its name says.
 
-    ``.json``: DeepSpeed's own file for ``deepspeed``, otherwise arguments of transformers' Trainer. ``.yaml``: of
-    accelerate, or of Axolotl if ``axolotl`` is in the name. ``.toml``: of torchtitan.
+    ``.json``: DeepSpeed's own file for ``deepspeed``, which has no other; otherwise arguments of transformers' Trainer.
+    ``.yaml``: of accelerate, or of Axolotl if ``axolotl`` is in the name. ``.toml``: of torchtitan.
 
     Args:
         prediction: of the setting.
         path: the file's name.
-        layer: name of the class of the layers that are wrapped.
+        layer: names of the classes of layers that are wrapped, between commas.
         world_size: ranks.
         hosts: machines.
 
@@ -35,34 +35,55 @@ def config_text(
         InputError: the runtime has no file of that kind.
     """
     setting, name = prediction.setting, Path(path).name.lower()
-    said = f"Predicted by Elixir: {prediction}"
-    if name.endswith((".yaml", ".yml")):
-        table = _axolotl(setting, layer) if "axolotl" in name else _accelerate(setting, layer, world_size, hosts)
-        return _yaml(table, said)
+    said = f"Predicted by Elixir: {prediction}{_by_hand(setting, name)}"
     if name.endswith(".json"):
         body = _deepspeed(setting) if setting.runtime == "deepspeed" else _trainer(setting, layer)
-        if setting.runtime != "deepspeed":
-            # TrainingArguments refuse keys that they do not have; a name of the run may say anything.
-            return json.dumps({"run_name": said, **body}, indent=2) + "\n"
-        return json.dumps({COMMENT: said, **body}, indent=2) + "\n"
-    if name.endswith(".toml") and setting.runtime in ("fsdp2", "ddp"):
+        # TrainingArguments refuse keys that they do not have; a name of the run may say anything, if it is short.
+        short = (
+            f"predicted {format_bytes(prediction.device_bytes)} a device, {format_seconds(prediction.step_s)} a step"
+        )
+        head = {COMMENT: said} if setting.runtime == "deepspeed" else {"run_name": short}
+        return json.dumps({**head, **body}, indent=2) + "\n"
+    if name.endswith((".yaml", ".yml")) and setting.runtime != "deepspeed":
+        table = _axolotl(setting, layer) if "axolotl" in name else _accelerate(setting, layer, world_size, hosts)
+        return _yaml(table, said)
+    if name.endswith(".toml") and setting.runtime != "deepspeed":
         return _toml(_torchtitan(setting, world_size), said)
-    raise InputError(
-        f"{os.fspath(path)!r} is no name of a file for {setting.runtime}: end it in .json (DeepSpeed or Trainer), "
-        ".yaml (accelerate; Axolotl with axolotl in its name) or, for fsdp2 and ddp, .toml (torchtitan)"
-    )
+    kinds = ".yaml (accelerate; Axolotl with axolotl in its name), .json (Trainer) or .toml (torchtitan)"
+    if setting.runtime == "deepspeed":
+        kinds = ".json, which accelerate takes by --deepspeed_config_file, Trainer and Axolotl by deepspeed="
+    raise InputError(f"{os.fspath(path)!r} is no name of a file for {setting.runtime}: end it in {kinds}")
+
+
+def _by_hand(setting: Setting, name: str) -> str:
+    """The part of a setting that a file cannot say, for its comment."""
+    left = []
+    if setting.checkpoint and (setting.runtime == "deepspeed" or (setting.runtime == "ddp" and _is_accelerate(name))):
+        left.append("switch activation checkpointing on (model.gradient_checkpointing_enable())")
+    if _is_accelerate(name):
+        left.append(f"{setting.accumulation} micro-batches of {setting.micro}")
+    if setting.runtime == "ddp" or not setting.offload:
+        left.append("AdamW(fused=True)")
+    elif setting.runtime == "deepspeed":
+        left.append("DeepSpeedCPUAdam")
+    return f"; in your script: {', '.join(left)}" if left else ""
+
+
+def _is_accelerate(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and "axolotl" not in name
 
 
 def _deepspeed(setting: Setting) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setting.stage, "overlap_comm": True, "contiguous_gradients": True}
     if setting.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if setting.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setting.weights_offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": setting.micro,
         "gradient_accumulation_steps": setting.accumulation,
-        "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
@@ -84,17 +105,6 @@ def _fsdp(setting: Setting, layer: str, prefix: str = "") -> dict[str, Any]:
 def _accelerate(setting: Setting, layer: str, world_size: int, hosts: int) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {
         "fsdp2": {"distributed_type": "FSDP", "fsdp_config": _fsdp(setting, layer, "fsdp_")},
-        "deepspeed": {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {
-                "zero_stage": setting.stage,
-                "gradient_accumulation_steps": setting.accumulation,
-                "gradient_clipping": 1.0,
-                "offload_optimizer_device": "cpu" if setting.offload else "none",
-                "offload_param_device": "cpu" if setting.weights_offload else "none",
-                "zero3_init_flag": setting.stage == 3,
-            },
-        },
         "ddp": {"distributed_type": "MULTI_GPU" if world_size > 1 else "NO"},
     }
     return {
@@ -120,7 +130,11 @@ def _trainer(setting: Setting, layer: str) -> dict[str, Any]:
         "optim": "adamw_torch_fused",
     }
     if setting.runtime == "fsdp2":
-        own = {**_fsdp(setting, layer), "transformer_layer_cls_to_wrap": [layer], "cpu_offload": setting.offload}
+        own = {
+            **_fsdp(setting, layer),
+            "transformer_layer_cls_to_wrap": layer.split(","),
+            "cpu_offload": setting.offload,
+        }
         arguments |= {"fsdp": "full_shard", "fsdp_config": {k: v for k, v in own.items() if k != "offload_params"}}
     return arguments
 
@@ -135,10 +149,6 @@ def _axolotl(setting: Setting, layer: str) -> dict[str, Any]:
     }
     if setting.runtime == "fsdp2":
         table |= {"fsdp_version": 2, "fsdp_config": {k: v for k, v in _fsdp(setting, layer).items() if k != "version"}}
-    if setting.runtime == "deepspeed":
-        table["deepspeed"] = (
-            f"deepspeed_configs/zero{setting.stage}_bf16{'_cpuoffload_all' if setting.offload else ''}.json"
-        )
     return table
 
 
@@ -150,7 +160,7 @@ def _torchtitan(setting: Setting, world_size: int) -> dict[str, Any]:
             "global_batch_size": setting.micro * setting.accumulation * world_size,
             "enable_cpu_offload": setting.offload,
             "mixed_precision_param": "bfloat16",
-            "mixed_precision_reduce": "float32",
+            "mixed_precision_reduce": "bfloat16",
         },
         "parallelism": {
             "data_parallel_shard_degree": world_size if sharded else 1,
@@ -182,16 +192,3 @@ def _toml(table: Mapping[str, Mapping[str, Any]], said: str) -> str:
 def _scalar(value: Any) -> str:
     """A value as YAML, which takes JSON."""
     return value if isinstance(value, str) and value.replace("_", "").isalnum() else json.dumps(value)
-
-
-def row_text(prediction: Prediction, tokens: int | None, world_size: int) -> list[str]:
-    """Cells of a table: the setting, seconds, tokens/s of all ranks, device and host memory."""
-    count = prediction.setting.accumulation * world_size
-    speed = "-" if not tokens or not prediction.step_s else f"{tokens * count / prediction.step_s:,.0f}"
-    return [
-        str(prediction.setting),
-        format_seconds(prediction.step_s),
-        speed,
-        format_bytes(prediction.device_bytes),
-        format_bytes(prediction.host_bytes),
-    ]

@@ -46,13 +46,13 @@ def predict(work: Work, setting: Setting) -> Prediction:
     """One step; `work.trace` is of a model whose weights have the dtype of compute."""
     ranks, trained = work.world_size, work.trained
     width = max((dtype_bytes(each.dtype) for each in work.trace.parameters), default=2)
-    largest = max((each.numel for each in work.trace.parameters), default=0)
+    largest = max((each.numel for each in work.trace.parameters if each.trainable), default=0)
     bucket = width * min(BUCKET_NUMEL, trained)
-    done = work.gradients_before()
-    states = (MASTER_BYTES + MOMENTS_BYTES) * trained // ranks
+    done, again = work.gradients_before(), setting.accumulation > 1
+    own = width * trained // (ranks if setting.stage > 1 else 1)
     fixed = {"buffers": work.buffer_bytes}
     if not setting.offload:
-        fixed["masters and optimizer"] = states
+        fixed["masters and optimizer"] = (MASTER_BYTES + MOMENTS_BYTES) * trained // ranks
     whole = work.trace.param_bytes
     if setting.stage == 3:
         live = width * min(LIVE_NUMEL, work.trace.numel)
@@ -62,19 +62,18 @@ def predict(work: Work, setting: Setting) -> Prediction:
     else:
         fixed["weights"] = whole
         fixed["buckets"] = width * largest if setting.offload else 0
-    again = setting.accumulation > 1
 
     def kept(index: int, access: Access) -> Mapping[str, int]:
         begun = access.phase != "forward" and done[index] > 0
-        here = done[index] // (ranks if setting.stage > 1 else 1)
-        gradients = 0 if setting.offload else width * trained // (ranks if setting.stage > 1 else 1) if again else here
-        buckets = fixed["buckets"] + (2 * bucket if begun and setting.stage < 3 else 0)
-        return {**fixed, "gradients": gradients, "buckets": buckets}
+        here = own if again or setting.stage == 3 else done[index] // (ranks if setting.stage > 1 else 1)
+        # Two buckets, and on several ranks the flat copy that is reduced.
+        more = (2 if ranks == 1 else 3) * bucket if begun and setting.stage < 3 else 0
+        gradients = 0 if setting.offload else here
+        return {**fixed, "gradients": gradients, "buckets": fixed["buckets"] + more}
 
     parts = work.highest(kept)
     if not setting.offload:
         # Gradients become float32 for the step: all of a rank's part, or with stage 3 one sub-group after the other.
-        own = width * trained // (ranks if setting.stage > 1 else 1)
         cast = MASTER_BYTES * (min(SUB_GROUP_NUMEL, trained // ranks) if setting.stage == 3 else trained // ranks)
         step = {**fixed, "gradients": own, "float32 gradients": cast, "activations": work.trace.input_bytes}
         parts = max(parts, step, key=lambda each: sum(each.values()))
@@ -82,12 +81,13 @@ def predict(work: Work, setting: Setting) -> Prediction:
 
 
 def _host_bytes(work: Work, setting: Setting) -> int:
-    """Masters, gradients and moments in float32, and the weights with ``offload_param``; of all ranks here."""
+    """Masters, gradients and moments in float32, and weights, and with stage 3 or several micro-batches gradients, in
+    the dtype of compute; of all ranks here. Pinned buffers may take up to twice as much: torch rounds them up."""
     if not setting.offload:
         return 0
     states = (2 * MASTER_BYTES + MOMENTS_BYTES) * work.trained
-    weights = work.trace.param_bytes if setting.weights_offload else 0
-    return (states + weights) * work.ranks_here // work.world_size
+    again = setting.stage == 3 or setting.accumulation > 1
+    return (states + work.trace.param_bytes + again * work.trace.grad_bytes) * work.ranks_here // work.world_size
 
 
 def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
@@ -97,9 +97,11 @@ def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
     gathers = (2 if setting.stage == 3 else 0) * work.ring_s(weights)
     if setting.weights_offload:
         gathers += 2 * work.link_s(weights / ranks)
-    reduce = work.ring_s(gradients, passes=2 if setting.stage < 2 else 1)
+    # Stages 1 and 2 reduce by all-reduce (use_multi_rank_bucket_allreduce); stage 1 in the last micro-batch alone.
+    reduce = work.ring_s(gradients, passes=2 if setting.stage < 3 else 1)
     home = work.link_s(MASTER_BYTES * trained / ranks, to_host=True) if setting.offload else 0.0
-    exposed = max(gathers - work.compute_s(), 0.0) + max(reduce + home - work.compute_s(backward=True), 0.0)
+    waits = max(reduce + home - work.compute_s(backward=True), 0.0) * (1 if setting.stage == 1 else times)
+    exposed = max(gathers - work.compute_s(), 0.0) * times + waits
     step = work.adam_s(trained / ranks, on_host=setting.offload)
     after = 0.0
     if setting.offload:
@@ -107,4 +109,4 @@ def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
         after = 0.0 if setting.weights_offload else work.link_s(weights / ranks)
     if setting.stage < 3:
         after += work.ring_s(weights)
-    return {"compute": work.compute_s() * times, "transfers": exposed * times + after, "optimizer": step}
+    return {"compute": work.compute_s() * times, "transfers": exposed + after, "optimizer": step}

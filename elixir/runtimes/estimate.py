@@ -14,12 +14,24 @@ part ``memory`` of benchmark/results/gpu_proof_h200.jsonl)."""
 CONTEXT_BYTES = 1343 * MIB
 """Memory of a CUDA device that a process holds next to its tensors: the context and all kernels of PyTorch. Source:
 Hugging Face, "Model training anatomy" (transformers documentation)."""
+NCCL_BYTES = 512 * MIB
+"""Buffers of NCCL's communicators on a CUDA device, with several ranks. Source: an estimate, as in
+`elixir.search.budgets`."""
 HOLDERS = 3
 
 
-def with_margin(peak_bytes: int, device_kind: str = "cuda") -> int:
+def with_margin(peak_bytes: int, device_kind: str = "cuda", ranks: int = 1) -> int:
     """Device memory that a predicted peak needs for sure."""
-    return round(peak_bytes * (1 + ERROR_SHARE)) + (CONTEXT_BYTES if device_kind == "cuda" else 0)
+    return round(peak_bytes * (1 + ERROR_SHARE)) + _libraries_bytes(device_kind, ranks)
+
+
+def without_margin(device_bytes: int, device_kind: str = "cuda", ranks: int = 1) -> int:
+    """The largest predicted peak that so much device memory is enough for."""
+    return max(int((device_bytes - _libraries_bytes(device_kind, ranks)) / (1 + ERROR_SHARE)), 1)
+
+
+def _libraries_bytes(device_kind: str, ranks: int) -> int:
+    return 0 if device_kind != "cuda" else CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,8 @@ class Estimate:
             f"takes {format_bytes(self.peak_bytes)}",
             f"  peak    in {self.when}, at {self.where}",
             f"  parts   {parts}",
-            f"  needs   {format_bytes(self.needed_bytes)} of a device: the peak, {100 * ERROR_SHARE:.1f} % for what no "
-            f"measurement was above{context}",
+            f"  needs   {format_bytes(self.needed_bytes)} of a device: the peak, {100 * ERROR_SHARE:.1f} % more, as "
+            f"the worst measured case was{context}",
             *([f"  largest {held}"] if held else []),
         ]
         return "\n".join(lines)

@@ -64,19 +64,18 @@ class _Walk:
         self._work, self._setting, self._groups = work, setting, work.groups
         self._runs = list(work.runs())
         self._fixed = {"buffers": work.buffer_bytes}
-        self._shard_bytes = 0 if setting.offload else work.master_bytes
-        """Bytes of a weight, or a gradient, that this rank keeps on the device."""
-        kept = [(each.numel * self._shard_bytes, each.trained) for each in self._groups.values()]
+        groups = self._groups.values()
         if not setting.offload:
-            self._fixed["sharded weights"] = sum(weights for weights, _ in kept) // work.world_size
-            self._fixed["optimizer"] = MOMENTS_BYTES * sum(trained for _, trained in kept) // work.world_size
-        again = setting.accumulation > 1  # the gradients of the micro-batches before are there from the start
-        self._shards = sum(self._reduced(name) for name in self._groups) if again else 0
-        self._adds = not again
+            self._fixed["sharded weights"] = sum(each.kept_bytes for each in groups) // work.world_size
+            self._fixed["optimizer"] = MOMENTS_BYTES * sum(each.trained for each in groups) // work.world_size
+        # accelerate and Trainer reduce in the last micro-batch alone, so whole gradients of those before wait for it.
+        self._adds = setting.accumulation == 1
+        self._shards = 0 if self._adds else sum(each.trained_bytes for each in groups)
         self._gathered = {ROOT: self._groups[ROOT].nbytes} if ROOT in self._groups else {}
         self._buffer = 0  # of the last gather, or of one ahead
         self._reduce_input = 0
         self._whole = work.gradients_before()  # by access: gradients that no reduce-scatter has taken
+        self._made = work.gradients_made()
         order = dict.fromkeys(name for name, backward, _, _ in self._runs if backward and name in self._groups)
         layers = [name for name in order if name != ROOT]
         self._next = dict(pairwise(layers))
@@ -100,7 +99,7 @@ class _Walk:
                     yield from self._reduce(name, stop)
         if ROOT in self._groups:  # at the end of backward
             self._gathered, self._buffer, self._reduce_input = {}, 0, 0
-            yield self._parts(0, self._trained_bytes(ROOT), self._trained_bytes(ROOT))
+            yield self._parts(0, self._groups[ROOT].trained_bytes, self._groups[ROOT].trained_bytes)
 
     def _parts(self, live: int, gradients: int, more: int = 0) -> dict[str, int]:
         return {
@@ -129,24 +128,24 @@ class _Walk:
 
     def _reduce(self, name: str, stop: int) -> Iterator[dict[str, int]]:
         """Frees the weights of a group, and hands its gradients over."""
-        gradients, accesses = self._trained_bytes(name), self._work.trace.accesses
+        gradients, accesses = self._groups[name].trained_bytes, self._work.trace.accesses
         self._gathered.pop(name, None)
         self._reduce_input = 0
         end = min(stop, len(accesses) - 1)
         yield self._parts(accesses[stop].kept_bytes if stop < len(accesses) else 0, self._whole[end], gradients)
         self._reduce_input = gradients
         self._shards += self._reduced(name) if self._adds else 0
+        made = self._made[name]
         for index in range(stop, len(accesses)):
-            self._whole[index] -= gradients
-
-    def _trained_bytes(self, name: str) -> int:
-        """Bytes of a group's whole gradients, in the dtype of compute."""
-        group = self._groups[name]
-        return group.nbytes * group.trained // max(group.numel, 1)
+            self._whole[index] -= made
 
     def _reduced(self, name: str) -> int:
         """Bytes of this rank's part of a group's gradients on the device."""
-        return self._groups[name].trained * self._shard_bytes // self._work.world_size
+        return (
+            0
+            if self._setting.offload
+            else self._groups[name].trained * self._work.master_bytes // self._work.world_size
+        )
 
 
 def _host_bytes(work: Work, setting: Setting) -> int:
@@ -156,7 +155,7 @@ def _host_bytes(work: Work, setting: Setting) -> int:
     total = 0
     for each in work.trace.parameters:
         part = work.padded(each) // work.world_size
-        size = part * work.master_bytes
+        size = part * (work.master_bytes if each.trainable else dtype_bytes(each.dtype))
         size = pinned_bytes(size) if work.hardware.device_kind == "cuda" else size
         total += size + (size + MOMENTS_BYTES * part if each.trainable else 0)
     return total * work.ranks_here
@@ -164,25 +163,25 @@ def _host_bytes(work: Work, setting: Setting) -> int:
 
 def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
     """Compute; what of gathers, reductions and copies is not hidden by it; the optimizer step."""
-    ranks, times = work.world_size, setting.accumulation
-    width = max((dtype_bytes(each.dtype) for each in work.trace.parameters), default=4)
-    shard_bytes, exposed = work.master_bytes if setting.offload else 0, 0.0
-    for backward in (False, True):
-        compute = work.compute_s(backward=backward)
-        moved = 0.0
-        for group in work.groups.values():
-            gathers = not backward or not (setting.keep or group.name == ROOT)
-            if gathers:
-                moved += work.ring_s(group.nbytes)
-                moved += work.link_s(group.numel * shard_bytes / ranks)
-            if backward:
-                moved += work.ring_s(group.trained * width)
-                moved += work.link_s(group.trained * shard_bytes / ranks, to_host=True)
-        # One rank copies its weights in the stream of compute; several gather ahead.
-        alone = ranks == 1 and not backward
-        exposed += moved if alone else max(moved - compute, moved / max(len(work.groups), 1))
-    trained = work.trained / ranks
-    step = work.adam_s(trained, on_host=setting.offload)
+    ranks, times, groups = work.world_size, setting.accumulation, work.groups.values()
+    away = 1 if setting.offload else 0
+    shards_s = work.link_s(away * sum(each.kept_bytes for each in groups) / ranks)
+    home_s = work.link_s(away * work.master_bytes * sum(each.trained for each in groups) / ranks, to_host=True)
+    gathers_s = sum(work.ring_s(each.nbytes) for each in groups)
+    again = 0 if setting.keep else 1
+    forward_s, backward_s = work.compute_s(backward=False), work.compute_s(backward=True)
+    reduces_s = sum(work.ring_s(each.trained_bytes) for each in groups) + home_s
+    # One rank copies its weights in the stream of compute; several gather ahead, but for the first group.
+    before = shards_s if ranks == 1 else _left(gathers_s + shards_s, forward_s, len(groups))
+    between = _left(again * (gathers_s + shards_s), backward_s, len(groups))
+    last = _left(again * (gathers_s + shards_s) + reduces_s, backward_s, len(groups)) - between
+    step = work.adam_s(work.trained / ranks, on_host=setting.offload)
     if setting.offload:
         step *= HOST_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES / HOST_SHARE
-    return {"compute": work.compute_s() * times, "transfers": exposed * times, "optimizer": step}
+    transfers = (before + between) * times + last
+    return {"compute": work.compute_s() * times, "transfers": transfers, "optimizer": step}
+
+
+def _left(moved_s: float, compute_s: float, groups: int) -> float:
+    """Seconds of transfers that compute does not hide: at least those of one group."""
+    return max(moved_s - compute_s, moved_s / max(groups, 1))

@@ -90,7 +90,11 @@ class Group:
     trained: int
     """Elements that are trained, likewise."""
     nbytes: int
-    """Bytes of its weights as the step computes with them, likewise padded."""
+    """Bytes of its weights as the step computes with them, likewise."""
+    trained_bytes: int
+    """Bytes of whole gradients, in the dtype of compute, likewise."""
+    kept_bytes: int
+    """Bytes of its weights as all ranks together keep them: trained ones in float32, others as they are."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Work:
         hardware: the machine.
         world_size: number of ranks.
         access_s: compute seconds of every access of the trace.
-        master_bytes: bytes of a weight as it is kept and stepped.
+        master_bytes: bytes of a trained weight as it is kept and stepped.
+        gather_s: seconds in which all ranks gather, or reduce, so many bytes; None: those of a ring, without latency.
     """
 
     trace: StepTrace
@@ -110,6 +115,7 @@ class Work:
     world_size: int = 1
     access_s: Sequence[float] = field(default=(), repr=False)
     master_bytes: int = MASTER_BYTES
+    gather_s: Callable[[float], float] | None = field(default=None, repr=False)
 
     @cached_property
     def group_of(self) -> list[str]:
@@ -133,6 +139,8 @@ class Work:
             sum(size for _, size in sizes),
             sum(size for each, size in sizes if each.trainable),
             sum(size * dtype_bytes(each.dtype) for each, size in sizes),
+            sum(size * dtype_bytes(each.dtype) for each, size in sizes if each.trainable),
+            sum(size * (self.master_bytes if each.trainable else dtype_bytes(each.dtype)) for each, size in sizes),
         )
 
     def padded(self, parameter: ParamInfo) -> int:
@@ -179,6 +187,14 @@ class Work:
                 done[each.grad_access + 1] += each.numel * dtype_bytes(each.dtype)
         return list(accumulate(done[:-1]))
 
+    def gradients_made(self) -> dict[str, int]:
+        """By group: the bytes that it adds to `gradients_before`."""
+        units, made = {unit.name for unit in self.trace.units}, dict.fromkeys(self.groups, 0)
+        for each in self.trace.parameters:
+            if each.trainable and each.grad_access is not None:
+                made[enclosing(each.name, units) or ROOT] += each.numel * dtype_bytes(each.dtype)
+        return made
+
     def highest(self, kept: Callable[[int, Access], Mapping[str, int]]) -> dict[str, int]:
         """The parts of memory at the moment of the highest total, over forward and backward.
 
@@ -199,10 +215,12 @@ class Work:
         return float(nbytes / min(rate, self.hardware.host_memory_bytes_per_s / self.ranks_here))
 
     def ring_s(self, nbytes: float, *, passes: int = 1) -> float:
-        """Seconds in which all ranks gather, or reduce, so many bytes by a ring; an all-reduce takes two passes."""
+        """Seconds in which all ranks gather, or reduce, so many bytes; an all-reduce takes two passes."""
+        if self.gather_s is not None:
+            return passes * self.gather_s(nbytes) if self.world_size > 1 and nbytes else 0.0
         ranks, rate = self.world_size, self.hardware.device_to_device_bytes_per_s
-        if ranks > self.ranks_here:  # one network for all devices of a machine
-            rate = min(rate, (self.hardware.network_bytes_per_s or rate) / self.ranks_here * self.ranks_here)
+        if ranks > self.ranks_here:  # the ring passes each machine's network once
+            rate = min(rate, self.hardware.network_bytes_per_s or rate)
         return passes * nbytes * (ranks - 1) / ranks / rate
 
     def adam_s(self, numel: float, *, on_host: bool) -> float:

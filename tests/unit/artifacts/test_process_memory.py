@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
+import torch
 
 from elixir.hardware import process_memory
 from elixir.hardware.process_memory import HEAP_LOOK_SHARE, HeapLimit, Resident, estimated_bytes, resident
 from elixir.optimizer_states import MASTER_BYTES
 from elixir.plan.process_need import LIBRARIES_PART, process_need
 from elixir.search import optimal_search
-from elixir.units import MIB
+from elixir.units import LARGEST_BYTES, MIB
 from tests.common.samples import make_plan
 from tests.common.searching import HARDWARE, PLENTY, SMALL
 from tests.common.synthetic_trace import stack_trace
+
+
+def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
+    if resident() is None or not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("only the C library of Linux gives back")
+
+    def held_bytes() -> int:
+        now = resident()
+        return 0 if now is None else now.own_bytes
+
+    limit = HeapLimit()
+    pieces = [torch.zeros(96 << 8) for _ in range(640)]  # of 96 KiB, which are never mapped one by one
+    kept = pieces[::16]
+    del pieces[:]
+    before = held_bytes()
+    limit.trim_if_over()  # nothing is expected yet
+    limit.set(LARGEST_BYTES)
+    limit.trim_if_over()
+    assert held_bytes() > before - MIB
+    shared = torch.full((64 << 18,), 1.0).share_memory_()  # part of what is held, and cannot be given back
+    limit.set(before + 64 * MIB)  # less a share
+    limit.trim_if_over()
+    assert held_bytes() < before + 32 * MIB
+    more = torch.zeros(int(HEAP_LOOK_SHARE * before) // 8)  # half of what it may grow by; all of it is in use
+    after = held_bytes()
+    limit.trim_if_over()
+    assert held_bytes() == pytest.approx(after, abs=MIB)
+    assert len(kept) + len(more) + len(shared) > 40
 
 
 @pytest.mark.parametrize("room_bytes", [0, MIB])

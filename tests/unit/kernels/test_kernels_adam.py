@@ -104,6 +104,22 @@ def test_fewer_bits_move_the_weights_nearly_alike(kind: str, limit: float) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_pieces_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a shard is cut depends on the number of threads, which must not show."""
+    weights, gradients = recorded(3000, 3, torch.bfloat16)
+    results = []
+    for piece_numel in (2**20, 512):
+        monkeypatch.setattr("elixir.kernels.adam.eager.LARGEST_PIECE_NUMEL", piece_numel)
+        monkeypatch.setattr("elixir.kernels.adam.eager.LARGEST_HOST_PIECE_NUMEL", piece_numel)
+        master, moments = weights.clone(), make_moments(3000, kind)
+        for step, gradient in enumerate(gradients, 1):
+            adam_step(gradient, master, None, moments, AdamOptions(), step)
+        results.append((master, *moments.tensors()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_shows(kind: str, bad: float) -> None:
     """The NaN reaches the weight, as in torch, so that training visibly fails rather than drifts."""

@@ -56,10 +56,32 @@ def test_a_guard_lets_pass_what_fits_and_names_what_would() -> None:
         elixir.guard(model, batch_of(64), optimizer, memory=resting + found.parts["activations"] // 3, hardware="h100")
     actions = " ".join(lever.action for lever in caught.value.levers)
     assert "micro-batches of" in actions
-    assert "elixir.wrap(" in actions
+    assert "activation checkpointing" in actions
     assert caught.value.needed_bytes == found.needed_bytes
-    assert not model.is_gradient_checkpointing
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    assert (hooks, model.is_activation_checkpointing) == (0, False)
     assert all(lever.saves_bytes > 0 for lever in caught.value.levers)
+
+
+def test_a_guard_names_a_plan_where_states_are_too_much() -> None:
+    model = tiny("llama", layers=4, hidden=512)
+    found = elixir.estimate(model, batch_of(1), "AdamW", hardware="h100")
+    with pytest.raises(PlanError, match=r"elixir\.wrap\(") as caught:
+        elixir.guard(model, batch_of(1), "AdamW", memory=found.needed_bytes - 64 * MIB, hardware="h100")
+    lever = next(each for each in caught.value.levers if "elixir.wrap(" in each.action)
+    assert lever.saves_bytes > 64 * MIB
+
+
+def test_a_tuple_is_cut_as_a_dict_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 8))
+
+    def step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+
+    batch = (torch.ones(4096, 64), torch.ones(4096, 8))
+    needed = elixir.estimate(model, batch, "SGD", step_fn=step, hardware="h100").needed_bytes
+    with pytest.raises(PlanError, match="micro-batches of 2048"):
+        elixir.guard(model, batch, "SGD", step_fn=step, memory=needed - 8 * MIB, hardware="h100")
 
 
 def test_what_is_no_optimizer_of_torch_is_refused() -> None:
@@ -83,7 +105,7 @@ def test_a_plan_for_a_runtime_lists_settings_and_writes_a_file(
     status, text, _ = run(capsys, "plan", *ASKED, *words)
     assert status == 0
     assert "FSDP2 keep, 1 x 2" in text
-    assert "Elixir is" in text
+    assert "of Elixir's plan" in text
     assert "num_processes: 2" in out.read_text()
     assert "OPTDecoderLayer" in out.read_text()
 
@@ -95,6 +117,35 @@ def test_all_runtimes_stand_in_one_table(capsys: pytest.CaptureFixture[str]) -> 
     rows = json.loads(text)["rows"]
     assert [row["runtime"] for row in rows] == ["ddp", "fsdp2", "deepspeed", "elixir"]
     assert all(row["fits"] and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_accumulation_and_a_models_own_step_count_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "h100", "--host-memory", "64GiB", "--runtime", "all", "--json")
+    once, four = (
+        {
+            row["setting"]: row
+            for row in json.loads(run(capsys, "plan", *ASKED[:1], *ASKED[5:], *words, *more)[1])["rows"]
+        }
+        for more in ((), ("--accumulation", "4"))
+    )
+    assert "DDP, 4 x 2" in four
+    assert four["Elixir"]["tokens_per_s"] == pytest.approx(once["Elixir"]["tokens_per_s"], rel=0.7)
+    own = ("plan", f"{__name__}:own_model", "--inp", f"{__name__}:own_input", "--step", f"{__name__}:own_step", *words)
+    rows = json.loads(run(capsys, *own)[1])["rows"]
+    assert {row["runtime"] for row in rows} == {"ddp", "fsdp2", "deepspeed", "elixir"}
+    assert all(row["fits"] and row["tokens_per_s"] is None for row in rows)
+
+
+def own_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
+
+
+def own_input() -> torch.Tensor:
+    return torch.ones(64, 256)
+
+
+def own_step(model: torch.nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
 
 
 def test_a_fit_takes_the_fewest_devices_that_suffice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +162,9 @@ def test_a_fit_takes_the_fewest_devices_that_suffice(capsys: pytest.CaptureFixtu
     [
         (("--runtime", "all", "--write-config", "x.yaml"), "name it with --runtime"),
         (("--write-config", "x.yaml"), "--write-config writes what a runtime reads"),
+        (("--runtime", "ddp", "--moments", "8bit"), "--moments is for a plan of Elixir"),
+        (("--runtime", "ddp", "--optimizer", "sgd"), "predicts Adam"),
+        (("--runtime", "ddp", "--activation-checkpointing", "non-reentrant:1"), "all layers or none"),
         (("--runtime", "ddp", "--device-memory", "1GiB", "--write-config", "x.yaml"), "no setting of ddp fits"),
     ],
 )
