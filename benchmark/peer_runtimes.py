@@ -3,8 +3,8 @@
     python benchmark/peer_runtimes.py            all rows of peers in results/gpu_proof_h200.jsonl; needs no GPU
     python benchmark/peer_runtimes.py --gloo     FSDP2 on two ranks of this CPU, bytes by accounting
 
-The first replaces ``results/peer_runtimes.csv``, the second ``results/fsdp2_peaks.csv``. Rows without a prediction of
-seconds are those of ``super_offload``, which steps by another rule, and of ``ratio``, of which there is one.
+The first replaces ``results/peer_runtimes.csv``, the second ``results/fsdp2_peaks.csv``. Rows of
+``super_offload``, which steps by another rule, are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import csv
 import functools
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def peer_rows(rows: list[Row]) -> list[Row]:
         for row in rows
         if row.get("kind") in ("fsdp2", "deepspeed", "ddp")
         and row["status"] == "ok"
-        and not re.search("super-offload|ratio", row["contender"])
+        and "super-offload" not in row["contender"]
     }
     return list(found.values())
 
@@ -108,6 +107,7 @@ def compared(row: Row) -> Row:
         keep=bool(row.get("keep")),
         stage=row.get("stage") or 0,
         weights_offload=row.get("stage") == 3,
+        ratio=row.get("ratio") or 1.0,
     )
     made = ddp.predict(work, setting, as_views=True) if whole else predict(work, setting)
     return {

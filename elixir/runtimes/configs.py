@@ -76,7 +76,8 @@ def _is_accelerate(name: str) -> bool:
 def _deepspeed(setting: Setting) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setting.stage, "overlap_comm": True, "contiguous_gradients": True}
     if setting.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        partly = {"ratio": setting.ratio} if setting.ratio < 1 else {}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **partly}
     if setting.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setting.weights_offload:

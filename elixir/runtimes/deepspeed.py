@@ -29,6 +29,11 @@ HOST_TRAFFIC_BYTES = 42
 """Bytes of host memory for each element of a step with offload: Adam 28, scaling and clipping its gradient 8, the new
 weight in fewer bits 6."""
 ADAM_TRAFFIC_BYTES = 28
+STATES_BYTES = 2 * MASTER_BYTES + MOMENTS_BYTES
+"""Bytes of an element's master, gradient and moments, all in float32."""
+PARTLY_SHARE = 0.14
+"""The same as `HOST_SHARE` where a part of the states is on the device (``ratio`` below 1): the one row that there is
+took 2.6 times as long as with all of them on the host, so `settings` does not propose it."""
 HOST_SHARE = 0.8
 """Share of the rate of one large Adam on the host that its step reaches: five rows of one H200
 (benchmark/results/gpu_proof_h200.jsonl) gave 0.73 to 0.85."""
@@ -53,6 +58,8 @@ def predict(work: Work, setting: Setting) -> Prediction:
     fixed = {"buffers": work.buffer_bytes}
     if not setting.offload:
         fixed["masters and optimizer"] = (MASTER_BYTES + MOMENTS_BYTES) * trained // ranks
+    elif setting.ratio < 1:
+        fixed["masters, gradients and optimizer"] = round((1 - setting.ratio) * STATES_BYTES * trained / ranks)
     whole = work.trace.param_bytes
     if setting.stage == 3:
         live = width * min(LIVE_NUMEL, work.trace.numel)
@@ -85,7 +92,7 @@ def _host_bytes(work: Work, setting: Setting) -> int:
     the dtype of compute; of all ranks here. Pinned buffers may take up to twice as much: torch rounds them up."""
     if not setting.offload:
         return 0
-    states = (2 * MASTER_BYTES + MOMENTS_BYTES) * work.trained
+    states = round(setting.ratio * STATES_BYTES * work.trained)
     again = setting.stage == 3 or setting.accumulation > 1
     return (states + work.trace.param_bytes + again * work.trace.grad_bytes) * work.ranks_here // work.world_size
 
@@ -105,7 +112,8 @@ def _seconds(work: Work, setting: Setting) -> Mapping[str, float]:
     step = work.adam_s(trained / ranks, on_host=setting.offload)
     after = 0.0
     if setting.offload:
-        step *= HOST_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES / HOST_SHARE
+        share = HOST_SHARE if setting.ratio == 1 else PARTLY_SHARE
+        step *= setting.ratio * HOST_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES / share
         after = 0.0 if setting.weights_offload else work.link_s(weights / ranks)
     if setting.stage < 3:
         after += work.ring_s(weights)

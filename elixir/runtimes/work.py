@@ -41,11 +41,15 @@ class Setting:
     weights_offload: bool = False
     """DeepSpeed: whether weights live on the host as well (``offload_param``), which takes stage 3."""
 
+    ratio: float = 1.0
+    """DeepSpeed: the part of the states that is offloaded (``ratio`` of ``offload_optimizer``)."""
+
     def __str__(self) -> str:
         words = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": f"ZeRO-{self.stage}"}[self.runtime]
         words += " keep" if self.keep else ""
         words += " offload" if self.offload else ""
         words += " of weights too" if self.weights_offload else ""
+        words += f", ratio {self.ratio:g}" if self.ratio < 1 else ""
         words += ", checkpointed" if self.checkpoint else ""
         return f"{words}, {self.accumulation} x {self.micro}"
 

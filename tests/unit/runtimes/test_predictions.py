@@ -90,6 +90,11 @@ def test_more_sharding_and_more_offload_take_less_of_the_device() -> None:
     assert ddp > zero[0] >= zero[1]
     assert zero[1] > device(runtime="deepspeed", stage=2, offload=True)
     assert device(runtime="fsdp2", ranks=8) < device(runtime="fsdp2", ranks=2)
+    shared = {"runtime": "deepspeed", "stage": 3, "offload": True, "weights_offload": True}
+    partly, wholly = (predict(work(), Setting(**shared, ratio=ratio)) for ratio in (0.5, 1.0))
+    moved = 16 * traced(8).numel // 2
+    assert partly.device_bytes - wholly.device_bytes == pytest.approx(moved // 4, rel=0.01)
+    assert wholly.host_bytes - partly.host_bytes == pytest.approx(moved, rel=0.01)
 
 
 def test_what_leaves_the_device_is_on_the_host_and_costs_seconds() -> None:
