@@ -202,7 +202,8 @@ def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
         ]
     yield {"rows": [dataclasses.asdict(row) for row in rows]}
     device, host = map(format_bytes, _memory(steps))
-    title = f"{args.model}, {steps.samples} samples a rank and step, on {ranks} x {hardware.name}: {device} a device, {host} a host"
+    where = f"on {ranks} x {hardware.name}: {device} a device, {host} a host"
+    title = f"{args.model}, {steps.samples} samples a rank and step, {where}"
     yield list_table(title, COLUMNS, [row.cells() for row in rows])
     yield _legend(steps)
     if not args.brief:
