@@ -2,7 +2,7 @@
 
 A group is what one `fully_shard` gathers: a layer, or, for the model itself, all that lies in no layer. Weights are
 kept in float32, each rank a part of every parameter; a step computes with gathered ones in the dtype of the trace.
-Sources are files of torch 2.13, below ``torch/distributed/fsdp/_fully_shard``.
+Sources are files and lines of torch 2.13, below ``torch/distributed/fsdp/_fully_shard``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elixir.runtimes.work import MOMENTS_BYTES, ROOT, Prediction, Setting, Work
 from elixir.units import dtype_bytes
 
 SOURCES = (
-    "_fsdp_param_group.py wait_for_unshard: in forward the buffer of an all-gather is kept until the next group's is "
+    "_fsdp_param_group.py:417 wait_for_unshard: in forward the buffer of an all-gather is kept until the next group's is "
     "there; in backward it is freed at once",
-    "_fsdp_param_group.py pre_backward, _backward_prefetch: the group before is gathered while one runs backward",
-    "_fsdp_param_group.py post_backward: weights are freed, then gradients copied to the input of a reduce-scatter, "
+    "_fsdp_param_group.py:576, 795 pre_backward, _backward_prefetch: the group before is gathered while one runs backward",
+    "_fsdp_param_group.py:588 post_backward: weights are freed, then gradients copied to the input of a reduce-scatter, "
     "which is kept until the next group's",
-    "_fsdp_collectives.py foreach_reduce: the reduced part becomes float32; with offload it goes to pinned memory",
-    "_fsdp_param.py: with CPUOffloadPolicy the sharded weights are pinned one by one",
+    "_fsdp_collectives.py:522 foreach_reduce: the reduced part becomes float32; with offload it goes to pinned memory",
+    "_fsdp_param.py:315: with CPUOffloadPolicy the sharded weights are pinned one by one",
 )
 HOST_TRAFFIC_BYTES = 40
 """Bytes of host memory for each element of a step with offload: Adam 28, the norm 4, multiplying by its factor 8."""
