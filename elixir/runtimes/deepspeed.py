@@ -22,7 +22,7 @@ SOURCES = (
     "zero/stage_1_and_2.py:3260 setup_buckets: from the first gradient on two buckets of reduce_bucket_size",
     "zero/stage_1_and_2.py:659 temp_grad_buffer_for_gpu_offload: with offload a buffer as large as the largest weight",
     "zero/stage3.py: gathered weights up to max_live_parameters, a flat bucket of gradients of reduce_bucket_size",
-    "zero/stage_1_and_2.py:3013 step, zero/stage3.py:2702 _prepare_sub_group: gradients become float32 before they are stepped",
+    "zero/stage_1_and_2.py:3013 step, zero/stage3.py:2702 _prepare_sub_group: gradients become float32 first",
     "zero/config.py:113, 119, 138, 182, 222, 228, 245, 251: the defaults",
 )
 HOST_TRAFFIC_BYTES = 42

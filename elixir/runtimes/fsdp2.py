@@ -14,11 +14,11 @@ from elixir.runtimes.work import MOMENTS_BYTES, ROOT, Prediction, Setting, Work
 from elixir.units import dtype_bytes
 
 SOURCES = (
-    "_fsdp_param_group.py:417 wait_for_unshard: in forward the buffer of an all-gather is kept until the next group's is "
-    "there; in backward it is freed at once",
-    "_fsdp_param_group.py:576, 795 pre_backward, _backward_prefetch: the group before is gathered while one runs backward",
-    "_fsdp_param_group.py:588 post_backward: weights are freed, then gradients copied to the input of a reduce-scatter, "
-    "which is kept until the next group's",
+    "_fsdp_param_group.py:417 wait_for_unshard: in forward the buffer of an all-gather is kept until the next group's "
+    "is there; in backward it is freed at once",
+    "_fsdp_param_group.py:576, 795 pre_backward, _backward_prefetch: the group before is gathered meanwhile",
+    "_fsdp_param_group.py:588 post_backward: weights are freed, then gradients copied to the input of a "
+    "reduce-scatter, which is kept until the next group's",
     "_fsdp_collectives.py:522 foreach_reduce: the reduced part becomes float32; with offload it goes to pinned memory",
     "_fsdp_param.py:315: with CPUOffloadPolicy the sharded weights are pinned one by one",
 )
