@@ -32,7 +32,7 @@ ADAM_TRAFFIC_BYTES = 28
 STATES_BYTES = 2 * MASTER_BYTES + MOMENTS_BYTES
 """Bytes of an element's master, gradient and moments, all in float32."""
 PARTLY_SHARE = 0.14
-"""The same as `HOST_SHARE` where a part of the states is on the device (``ratio`` below 1): the one row that there is
+"""The same share if a part of the states is on the device (``ratio`` below 1): the one row that there is
 took 2.6 times as long as with all of them on the host, so `settings` does not propose it."""
 HOST_SHARE = 0.8
 """Share of the rate of one large Adam on the host that its step reaches: five rows of one H200
