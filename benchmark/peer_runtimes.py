@@ -122,7 +122,7 @@ def compared(row: Row) -> Row:
     }
 
 
-def observed_peak(family: str, *, keep: bool, checkpoint: str = "none") -> int:
+def observed_peak(family: str, *, keep: bool, checkpoint: str = "none", accumulation: int = 1) -> int:
     """Bytes of one step of FSDP2 on this rank: what it holds before, and the most that it allocates on top."""
     from torch.distributed.fsdp import fully_shard
 
@@ -134,7 +134,9 @@ def observed_peak(family: str, *, keep: bool, checkpoint: str = "none") -> int:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
-        train(model, inp)
+        for left in reversed(range(accumulation)):
+            model.set_requires_gradient_sync(not left)  # as accelerate and Trainer do
+            train(model, inp)
         optimizer.step()
 
     peaks = []
@@ -149,12 +151,12 @@ def observed_peak(family: str, *, keep: bool, checkpoint: str = "none") -> int:
     return min(peaks) + 12 * local + inputs
 
 
-def predicted_peak(family: str, world_size: int, *, keep: bool, checkpoint: str = "none") -> int:
+def predicted_peak(family: str, world_size: int, *, keep: bool, checkpoint: str = "none", accumulation: int = 1) -> int:
     """The prediction for `observed_peak`."""
     model, inp = build_case(family, checkpoint, torch.float32, 0.0)
     trace = trace_step(model, inp, train, hardware=preset("cpu"), optimizer=None)
     work = Work(trace, preset("cpu"), world_size, [0.0] * len(trace.accesses))
-    return predict(work, Setting(runtime="fsdp2", keep=keep)).device_bytes
+    return predict(work, Setting(runtime="fsdp2", keep=keep, accumulation=accumulation)).device_bytes
 
 
 def gloo_rank(rank: int, world_size: int, families: tuple[str, ...]) -> dict[str, int]:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from elixir.errors import ElixirError, InputError, InputTypeError, Lever, PlanError
-from elixir.hardware.memory import free_device_bytes
+from elixir.hardware.memory import CONTEXT_AND_KERNELS_BYTES, free_device_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.models.activation_checkpointing import enable_checkpointing
 from elixir.models.step import default_step
-from elixir.runtimes.estimate import CONTEXT_BYTES, Estimate, with_margin, without_margin
+from elixir.runtimes.estimate import Estimate, with_margin, without_margin
 from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
 from elixir.search.searches import profile_for
@@ -57,7 +57,7 @@ def estimate(
     Raises:
         TraceError, InputError, InputTypeError: the step cannot be traced; an argument makes no sense.
     """
-    profile = profile_for(PAPER if hardware is None and not torch.cuda.is_available() else hardware)
+    profile = _profile(hardware)
     name, kernel = _stepped(optimizer)
     question = StepQuestion(
         model=model, inp=batch, step_fn=step_fn, dtype=dtype, optimizer=name, optimizer_kernel=kernel
@@ -88,16 +88,15 @@ def guard(
     """
     found = estimate(model, batch, optimizer, step_fn=step_fn, hardware=hardware)
     available = _available(memory, hardware)
-    if memory is None and hardware is None and torch.cuda.is_available():
-        available += CONTEXT_BYTES  # what is free here is so without the context, which an estimate counts
     if found.fits(available):
         return found
-    tried = {"optimizer": optimizer, "step_fn": step_fn or default_step, "hardware": hardware}
+    tried = {"optimizer": optimizer, "hardware": hardware}
+    smaller = _smaller(model, batch, step_fn or default_step, found, available, tried)
     raise PlanError(
         f"a step of {found.trace.model_name} takes {format_bytes(found.peak_bytes)} in {found.when}: it will not fit",
         needed_bytes=found.needed_bytes,
         available_bytes=available,
-        levers=[*_smaller(model, batch, found, available, tried), *_planned(found, available, hardware)],
+        levers=[*smaller, *_planned(found, available, hardware)],
     )
 
 
@@ -122,13 +121,20 @@ def _available(memory: str | int | None, hardware: HardwareProfile | str | None)
     if memory is not None:
         return parse_bytes(memory)
     if hardware is None and torch.cuda.is_available():
-        return free_device_bytes("cuda") + torch.cuda.memory_reserved()
-    return profile_for(PAPER if hardware is None else hardware).device_memory_bytes
+        # An estimate counts the context, without which this is free.
+        return free_device_bytes("cuda") + torch.cuda.memory_reserved() + CONTEXT_AND_KERNELS_BYTES
+    return _profile(hardware).device_memory_bytes
 
 
-def _smaller(model: nn.Module, batch: Any, found: Estimate, available: int, asked: dict[str, Any]) -> Iterator[Lever]:
+def _profile(hardware: HardwareProfile | str | None) -> HardwareProfile:
+    """The device to assume."""
+    return profile_for(PAPER if hardware is None and not torch.cuda.is_available() else hardware)
+
+
+def _smaller(
+    model: nn.Module, batch: Any, step: StepFn, found: Estimate, available: int, asked: dict[str, Any]
+) -> Iterator[Lever]:
     """Activation checkpointing, and the largest part of the batch that fits, with and without."""
-    step = asked.pop("step_fn")
     twice = partial(_two_steps, step)
     for form, tried in (("", model), ("activation checkpointing", _checkpointed(model))):
         for samples in [None, *_halves(batch)] if tried is not None else ():
@@ -194,7 +200,7 @@ def _first(batch: Any, samples: int) -> Any:
 
 def _planned(found: Estimate, available: int, hardware: HardwareProfile | str | None) -> Iterator[Lever]:
     """The same step under a plan of Elixir, if one fits."""
-    profile = profile_for(PAPER if hardware is None and not torch.cuda.is_available() else hardware)
+    profile = _profile(hardware)
     host = profile.host_memory_bytes or HOST_PER_DEVICE_BYTE * profile.device_memory_bytes
     optimizer = found.trace.optimizer.split(" ")[0]
     try:

@@ -21,6 +21,7 @@ from benchmark.proof.jobs import NotRun
 from benchmark.proof.models import Filling, blocks, micro_batches, on_meta
 from benchmark.proof.place import Place
 from elixir.kernels.model.fused_kernels import PLAIN, PROVIDERS, FusedKernels
+from elixir.runtimes.fsdp2 import pinned_bytes
 from elixir.units import format_bytes
 
 MAX_NORM = 1e3
@@ -125,11 +126,6 @@ def chunk_the_loss(model: nn.Module, device_type: str) -> None:
         raise NotRun(f"{type(model).__name__} has no loss that can be taken in parts of the vocabulary")
 
 
-def pinned_bytes(numel: int, itemsize: int = 4) -> int:
-    """Host memory that PyTorch takes to pin so many elements: its cache rounds to a power of two."""
-    return 1 << (numel * itemsize - 1).bit_length()
-
-
 def _needs_host(model: nn.Module, place: Place, *, pins_each: bool) -> None:
     """Leaves out what the host cannot hold.
 
@@ -141,7 +137,7 @@ def _needs_host(model: nn.Module, place: Place, *, pins_each: bool) -> None:
     sizes = [parameter.numel() for parameter in model.parameters()]
     taken = sum(sizes) * BYTES_PER_NUMEL
     if pins_each and place.cuda:
-        taken = sum(2 * pinned_bytes(numel) + 8 * numel for numel in sizes)
+        taken = sum(2 * pinned_bytes(4 * numel) + 8 * numel for numel in sizes)
     free = place.free_host_bytes()
     if taken > free:
         raise NotRun(

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     """Traces one training step and says what it needs."""
     files.refuse_artifact(args.model)
-    trace, _ = from_flags.traced(args, load_hardware(args.hardware))
+    hardware = load_hardware(args.hardware)
+    trace, _ = from_flags.traced(args, hardware)
     written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
     yield tables.record_of(trace)
     if trace.step_peak_bytes and not trace.step.forward:
-        yield str(Estimate(trace, load_hardware(args.hardware).device_kind))
+        yield str(Estimate(trace, hardware.device_kind))
     yield tables.trace_shown(trace, brief=args.brief)
     yield from written
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from elixir.cli import files, from_flags, output
 from elixir.errors import ElixirError, InputError
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models.layer_units import layer_units
-from elixir.runtimes import RUNTIMES, Choice, Prediction, Setting, Work, choices, config_text
+from elixir.runtimes import RUNTIMES, Choice, Prediction, Setting, Work, by_hand, choices, config_text
 from elixir.runtimes.estimate import without_margin
 from elixir.search import plan_from_trace
 from elixir.search.searches import profile_for
@@ -79,9 +78,8 @@ class Steps:
     @property
     def samples(self) -> int:
         """Samples of one rank and optimizer step; of a given input its own are one."""
-        return (1 if getattr(self.args, "inp", None) else self.args.batch or 1) * (
-            getattr(self.args, "accumulation", None) or 1
-        )
+        accumulation: int = getattr(self.args, "accumulation", None) or 1
+        return self.batch * accumulation
 
     @property
     def checkpoints(self) -> tuple[bool, ...]:
@@ -197,9 +195,8 @@ def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
         hosts = -(-ranks // hardware.ranks_per_host(ranks))
         text = config_text(best.prediction, args.write_config, layer=steps.layer, world_size=ranks, hosts=hosts)
         write_atomically(args.write_config, text)
-        written = [
-            f"written: {args.write_config}, for {best.prediction.setting}; its comment says what a script must do"
-        ]
+        said = by_hand(best.prediction.setting, args.write_config)
+        written = [f"written: {args.write_config}, for {best.prediction.setting}{said}"]
     yield {"rows": [dataclasses.asdict(row) for row in rows]}
     device, host = map(format_bytes, _memory(steps))
     where = f"on {ranks} x {hardware.name}: {device} a device, {host} a host"
@@ -216,7 +213,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
     runtimes = check(args)
     names = args.hardware or [name for name in preset_names() if preset(name).device_kind == "cuda"]
     rows, traces = list[Row](), dict[tuple[object, ...], StepTrace]()
-    with output.progress() as progress:
+    with output.progress(lines=True) as progress:
         for number, hardware in enumerate(_machines(args, names)):
             progress(hardware.name, number, len(names))
             counts = args.world_sizes or doublings(hardware.devices_per_host)
@@ -226,13 +223,13 @@ def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
 
 def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     """The best settings of each runtime for every model, batch, machine and number of ranks."""
-    rows: list[Row] = []
+    rows, traces = list[Row](), dict[str, dict[tuple[object, ...], StepTrace]]()
     combinations = [*product(args.models, args.batches, _machines(args, args.hardware), args.world_sizes)]
-    with output.progress() as progress:
+    with output.progress(lines=True) as progress:
         for number, (model, batch, hardware, count) in enumerate(combinations):
             progress(f"{model}, batch {batch}, {count} x {hardware.name}", number, len(combinations))
             asked = argparse.Namespace(**{**vars(args), "model": model, "batch": batch})
-            found = _fewest(asked, hardware, check(asked), [count], {})
+            found = _fewest(asked, hardware, check(asked), [count], traces.setdefault(model, {}))
             rows += [replace(row, setting=f"{model}: {row.setting}") for row in found]
     yield from _rows_shown("on paper", rows)
 
@@ -269,7 +266,6 @@ def _fewest(
             ours = _elixir_row(steps)
             for runtime in runtimes:
                 if runtime not in rows or not rows[runtime].fits:
-                    print(f"{count} x {hardware.name}: {runtime}", file=sys.stderr, flush=True)
                     found = [ours] if runtime == ELIXIR else _rows(steps, _choices(steps, runtime), ours)
                     rows[runtime] = found[0]
         except ElixirError as error:
@@ -376,7 +372,7 @@ def _elixir_row(steps: Steps) -> Row:
 
 def _legend(steps: Steps) -> str:
     """The meaning of words and numbers in the table, and how sure they are."""
-    sure = "On one H200 peaks were within 0.5 %, seconds within 15 %."
+    sure = "On one H200 peaks were within 2 %, seconds within 16 %."
     if steps.world_size > 1:
         sure = "Seconds of several GPUs rest on bandwidths and were never measured; peaks of FSDP2 were, on CPUs."
     kinds = [

@@ -16,7 +16,19 @@ from pathlib import Path
 import torch
 
 from elixir.errors import InputError
-from elixir.units import parse_bytes
+from elixir.units import MIB, parse_bytes
+
+CONTEXT_AND_KERNELS_BYTES = 1343 * MIB
+"""Device memory that a process holds in addition to its tensors: the CUDA context and all kernels of PyTorch.
+
+Source: Hugging Face, "Model training anatomy" (transformers documentation), which reads it off a data-center GPU right
+after the first tensor, with a CUDA that loaded all kernels at once.
+"""
+NCCL_BYTES = 512 * MIB
+"""Bytes of one device, with several ranks: buffers of NCCL's communicators.
+
+Source: an estimate, from 4 MiB (``NCCL_BUFFSIZE``) and the smaller buffers of the other protocols, for 32 channels and
+both directions of a ring."""
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")

@@ -84,22 +84,21 @@ def choices(
     found, problem = dict[Setting, Choice](), InputError("no form of checkpointing was asked for")
     sizes = [size for size in range(micro or samples, 0, -1) if samples % size == 0]
     for checkpoint in checkpoints:
-        open_settings = True
         for size in sizes:
             try:
                 work = work_of(runtime, size, checkpoint)
             except InputError as error:
                 problem = error
                 break
-            open_settings = False
+            left = False
             counts: dict[str, Any] = {"checkpoint": checkpoint, "micro": size, "accumulation": samples // size}
             for setting in settings_of(**counts, world_size=world_size):
                 key = replace(setting, micro=0, accumulation=0)
                 if key in found and (found[key].fits or _is_hopeless(found[key])):
                     continue
                 found[key] = _choice(predict(work, setting), work, device_bytes, host_bytes)
-                open_settings |= not (found[key].fits or _is_hopeless(found[key]))
-            if not open_settings:
+                left |= not (found[key].fits or _is_hopeless(found[key]))
+            if not left:
                 break
     if not found:
         raise problem

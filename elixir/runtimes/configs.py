@@ -13,7 +13,7 @@ from elixir.runtimes.work import Prediction, Setting
 from elixir.units import format_bytes, format_seconds
 
 COMMENT = "_comment"
-"""The key of JSON files under which the prediction stands: JSON has no comments."""
+"""The key of JSON files with the prediction: JSON has no comments."""
 
 
 def config_text(
@@ -35,7 +35,7 @@ def config_text(
         InputError: the runtime has no file of that kind.
     """
     setting, name = prediction.setting, Path(path).name.lower()
-    said = f"Predicted by Elixir: {prediction}{_by_hand(setting, name)}"
+    said = f"Predicted by Elixir: {prediction}{by_hand(setting, path)}"
     if name.endswith(".json"):
         body = _deepspeed(setting) if setting.runtime == "deepspeed" else _trainer(setting, layer)
         # TrainingArguments refuse keys that they do not have; a name of the run may say anything, if it is short.
@@ -55,9 +55,9 @@ def config_text(
     raise InputError(f"{os.fspath(path)!r} is no name of a file for {setting.runtime}: end it in {kinds}")
 
 
-def _by_hand(setting: Setting, name: str) -> str:
-    """The part of a setting that a file cannot say, for its comment."""
-    left = []
+def by_hand(setting: Setting, path: str | os.PathLike[str]) -> str:
+    """The part of a setting that a file of that name cannot say, as words after a semicolon; may be empty."""
+    left, name = list[str](), Path(path).name.lower()
     if setting.checkpoint and (setting.runtime == "deepspeed" or (setting.runtime == "ddp" and _is_accelerate(name))):
         left.append("switch activation checkpointing on (model.gradient_checkpointing_enable())")
     if _is_accelerate(name):

@@ -38,7 +38,7 @@ def predict(work: Work, setting: Setting, *, as_views: bool = False) -> Predicti
         gradients = 0 if as_views else int(work.trained * width) if again else done[index]
         return {
             "weights": weights,
-            "buffers": work.buffer_bytes,
+            "buffers": work.trace.buffer_bytes,
             "gradients": gradients,
             "buckets": buckets,
             "optimizer": work.trace.optimizer_bytes or MOMENTS_BYTES * work.trained,

@@ -7,8 +7,10 @@ DeepSpeed 0.19.8, below ``deepspeed/runtime``. Defaults of its configuration hol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from elixir.runtimes.work import MASTER_BYTES, MOMENTS_BYTES, Prediction, Setting, Work
+from elixir.optimizer_states import MASTER_BYTES
+from elixir.runtimes.work import ADAM_TRAFFIC_BYTES, MOMENTS_BYTES, Prediction, Setting, Work
 from elixir.step_trace import Access
 from elixir.units import dtype_bytes
 
@@ -28,23 +30,22 @@ SOURCES = (
 HOST_TRAFFIC_BYTES = 42
 """Bytes of host memory for each element of a step with offload: Adam 28, scaling and clipping its gradient 8, the new
 weight in fewer bits 6."""
-ADAM_TRAFFIC_BYTES = 28
 STATES_BYTES = 2 * MASTER_BYTES + MOMENTS_BYTES
 """Bytes of an element's master, gradient and moments, all in float32."""
+HOST_SHARE = 0.8
+"""Share of the rate of one large Adam on the host that its step reaches: six rows of one H200
+(benchmark/results/gpu_proof_h200.jsonl) gave 0.73 to 0.80, but for 0.62 with two micro-batches."""
 PARTLY_SHARE = 0.14
 """The same share if a part of the states is on the device (``ratio`` below 1): the one row that there is
 took 2.6 times as long as with all of them on the host, so `settings` does not propose it."""
-HOST_SHARE = 0.8
-"""Share of the rate of one large Adam on the host that its step reaches: five rows of one H200
-(benchmark/results/gpu_proof_h200.jsonl) gave 0.73 to 0.85."""
 
 
 def settings(*, checkpoint: bool, micro: int, accumulation: int, world_size: int) -> list[Setting]:
     """The settings to try, the fastest first; on one rank a stage only matters with offload."""
-    shared = {"runtime": "deepspeed", "micro": micro, "accumulation": accumulation, "checkpoint": checkpoint}
-    resident = [Setting(**shared, stage=stage) for stage in ((1, 2, 3) if world_size > 1 else (1,))]  # type: ignore[arg-type]
-    offload = [Setting(**shared, stage=stage, offload=True) for stage in (2, 3)]  # type: ignore[arg-type]
-    return [*resident, *offload, Setting(**shared, stage=3, offload=True, weights_offload=True)]  # type: ignore[arg-type]
+    made = partial(Setting, runtime="deepspeed", micro=micro, accumulation=accumulation, checkpoint=checkpoint)
+    resident = [made(stage=stage) for stage in ((1, 2, 3) if world_size > 1 else (1,))]
+    offload = [made(stage=stage, offload=True) for stage in (2, 3)]
+    return [*resident, *offload, made(stage=3, offload=True, weights_offload=True)]
 
 
 def predict(work: Work, setting: Setting) -> Prediction:
@@ -55,7 +56,7 @@ def predict(work: Work, setting: Setting) -> Prediction:
     bucket = width * min(BUCKET_NUMEL, trained)
     done, again = work.gradients_before(), setting.accumulation > 1
     own = width * trained // (ranks if setting.stage > 1 else 1)
-    fixed = {"buffers": work.buffer_bytes}
+    fixed = {"buffers": work.trace.buffer_bytes}
     if not setting.offload:
         fixed["masters and optimizer"] = (MASTER_BYTES + MOMENTS_BYTES) * trained // ranks
     elif setting.ratio < 1:

@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from elixir.hardware.memory import CONTEXT_AND_KERNELS_BYTES, NCCL_BYTES
 from elixir.step_trace import CurveSample, Kind, StepTrace, holders_text
-from elixir.units import MIB, format_bytes, parse_bytes
+from elixir.units import format_bytes, parse_bytes
 
 ERROR_SHARE = 0.013
 """By how much the allocated peak was above the predicted one at most, over 38 cases measured on an H200 (mean 0.13 %;
 part ``memory`` of benchmark/results/gpu_proof_h200.jsonl)."""
-CONTEXT_BYTES = 1343 * MIB
-"""Memory of a CUDA device that a process holds next to its tensors: the context and all kernels of PyTorch. Source:
-Hugging Face, "Model training anatomy" (transformers documentation)."""
-NCCL_BYTES = 512 * MIB
-"""Buffers of NCCL's communicators on a CUDA device, with several ranks. Source: an estimate, as in
-`elixir.search.budgets`."""
 HOLDERS = 3
 
 
@@ -31,7 +26,7 @@ def without_margin(device_bytes: int, device_kind: str = "cuda", ranks: int = 1)
 
 
 def _libraries_bytes(device_kind: str, ranks: int) -> int:
-    return 0 if device_kind != "cuda" else CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    return 0 if device_kind != "cuda" else CONTEXT_AND_KERNELS_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,9 @@ class Estimate:
         """Peak, when and where, what it is made of, and what a device must have."""
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.parts.items() if size)
         context = (
-            f" and {format_bytes(CONTEXT_BYTES)} of CUDA's context and kernels" if self.device_kind == "cuda" else ""
+            f" and {format_bytes(CONTEXT_AND_KERNELS_BYTES)} of CUDA's context and kernels"
+            if self.device_kind == "cuda"
+            else ""
         )
         held = holders_text(self.trace, HOLDERS)
         lines = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from elixir.runtimes.work import MOMENTS_BYTES, ROOT, Prediction, Setting, Work
+from elixir.runtimes.work import ADAM_TRAFFIC_BYTES, MOMENTS_BYTES, ROOT, Prediction, Setting, Work
 from elixir.units import dtype_bytes
 
 SOURCES = (
@@ -26,8 +26,7 @@ HOST_TRAFFIC_BYTES = 40
 """Bytes of host memory for each element of a step with offload: Adam 28, the norm 4, multiplying by its factor 8."""
 HOST_SHARE = 0.5
 """Share of the rate of one large Adam on the host that the step of FSDP2 over single parameters reaches: four rows of
-one H200 (benchmark/results/gpu_proof_h200.jsonl) gave 0.47 to 0.51."""
-ADAM_TRAFFIC_BYTES = 28
+one H200 (benchmark/results/gpu_proof_h200.jsonl) gave 0.46 to 0.50."""
 
 
 def settings(*, checkpoint: bool, micro: int, accumulation: int, world_size: int) -> list[Setting]:
@@ -63,7 +62,7 @@ class _Walk:
     def __init__(self, work: Work, setting: Setting) -> None:
         self._work, self._setting, self._groups = work, setting, work.groups
         self._runs = list(work.runs())
-        self._fixed = {"buffers": work.buffer_bytes}
+        self._fixed = {"buffers": work.trace.buffer_bytes}
         groups = self._groups.values()
         if not setting.offload:
             self._fixed["sharded weights"] = sum(each.kept_bytes for each in groups) // work.world_size
@@ -88,9 +87,7 @@ class _Walk:
             yield from self._enter(name, backward, first)
             for index in range(first, stop):
                 if self._setting.keep and index == turn:
-                    self._buffer = (
-                        0  # backward begins within this access: it frees the last gather's, and gathers nothing
-                    )
+                    self._buffer = 0  # backward begins here, which frees that of the last gather
                 yield self._parts(self._work.trace.accesses[index].live_bytes, self._whole[index])
             if name != ROOT and name in self._groups:
                 if not backward and not self._setting.keep:
@@ -141,11 +138,8 @@ class _Walk:
 
     def _reduced(self, name: str) -> int:
         """Bytes of this rank's part of a group's gradients on the device."""
-        return (
-            0
-            if self._setting.offload
-            else self._groups[name].trained * self._work.master_bytes // self._work.world_size
-        )
+        kept = 0 if self._setting.offload else self._work.master_bytes
+        return self._groups[name].trained * kept // self._work.world_size
 
 
 def _host_bytes(work: Work, setting: Setting) -> int:

@@ -9,13 +9,14 @@ from functools import cached_property
 from itertools import accumulate
 
 from elixir.hardware.profile import HardwareProfile
+from elixir.optimizer_states import MASTER_BYTES
 from elixir.step_trace import Access, ParamInfo, StepTrace, enclosing
 from elixir.units import dtype_bytes, format_bytes, format_seconds
 
-MASTER_BYTES = 4
-"""Bytes of a weight, or a gradient, in float32."""
 MOMENTS_BYTES = 8
 """Bytes of Adam's two moments of an element, in float32."""
+ADAM_TRAFFIC_BYTES = 28
+"""Bytes of host memory that Adam reads and writes for an element: gradient, weight and moments in float32."""
 ROOT = ""
 """The name of the group of parameters that lie in no unit."""
 
@@ -40,7 +41,6 @@ class Setting:
     """DeepSpeed: the stage of ZeRO."""
     weights_offload: bool = False
     """DeepSpeed: whether weights live on the host as well (``offload_param``), which takes stage 3."""
-
     ratio: float = 1.0
     """DeepSpeed: the part of the states that is offloaded (``ratio`` of ``offload_optimizer``)."""
 
@@ -89,10 +89,8 @@ class Group:
     """Parameters that a runtime gathers together: those of a unit of the model, or all that lie in none."""
 
     name: str
-    numel: int
-    """Elements, each parameter padded to a whole number for each rank."""
     trained: int
-    """Elements that are trained, likewise."""
+    """Elements that are trained, each parameter padded to a whole number for each rank."""
     nbytes: int
     """Bytes of its weights as the step computes with them, likewise."""
     trained_bytes: int
@@ -122,25 +120,25 @@ class Work:
     gather_s: Callable[[float], float] | None = field(default=None, repr=False)
 
     @cached_property
-    def group_of(self) -> list[str]:
-        """The group of each access, by its name."""
-        units = {unit.name for unit in self.trace.units}
-        return [enclosing(access.module, units) or ROOT for access in self.trace.accesses]
+    def _units(self) -> frozenset[str]:
+        return frozenset(unit.name for unit in self.trace.units)
+
+    def group_of(self, name: str) -> str:
+        """The name of the group in which a module or a parameter lies."""
+        return enclosing(name, self._units) or ROOT
 
     @cached_property
     def groups(self) -> dict[str, Group]:
         """All groups that hold parameters, by name, in the order of the model."""
-        units = {unit.name for unit in self.trace.units}
         members: dict[str, list[ParamInfo]] = {}
         for parameter in self.trace.parameters:
-            members.setdefault(enclosing(parameter.name, units) or ROOT, []).append(parameter)
+            members.setdefault(self.group_of(parameter.name), []).append(parameter)
         return {name: self._group(name, each) for name, each in members.items()}
 
     def _group(self, name: str, members: Sequence[ParamInfo]) -> Group:
         sizes = [(each, self.padded(each)) for each in members]
         return Group(
             name,
-            sum(size for _, size in sizes),
             sum(size for each, size in sizes if each.trainable),
             sum(size * dtype_bytes(each.dtype) for each, size in sizes),
             sum(size * dtype_bytes(each.dtype) for each, size in sizes if each.trainable),
@@ -162,11 +160,6 @@ class Work:
         """Ranks that share a machine."""
         return self.hardware.ranks_per_host(self.world_size)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of buffers, which every rank has."""
-        return self.trace.buffer_bytes
-
     def compute_s(self, *, backward: bool | None = None) -> float:
         """Seconds of the device's own work in forward, in backward with what runs again there, or in both."""
         phases = {None: ("forward", "recompute", "backward"), True: ("recompute", "backward"), False: ("forward",)}
@@ -175,9 +168,9 @@ class Work:
 
     def runs(self) -> Iterator[tuple[str, bool, int, int]]:
         """Successive accesses of one group on one side of the step: its name, whether it is backward, the first access
-        and the one after the last. Of what is used between two accesses of the root the group is the root."""
+        and the one after the last."""
         begin = 0
-        keys = [(name, each.phase != "forward") for name, each in zip(self.group_of, self.trace.accesses, strict=True)]
+        keys = [(self.group_of(each.module), each.phase != "forward") for each in self.trace.accesses]
         for index in range(1, len(keys) + 1):
             if index == len(keys) or keys[index] != keys[begin]:
                 yield (*keys[begin], begin, index)
@@ -193,10 +186,10 @@ class Work:
 
     def gradients_made(self) -> dict[str, int]:
         """By group: the bytes that it adds to `gradients_before`."""
-        units, made = {unit.name for unit in self.trace.units}, dict.fromkeys(self.groups, 0)
+        made = dict.fromkeys(self.groups, 0)
         for each in self.trace.parameters:
             if each.trainable and each.grad_access is not None:
-                made[enclosing(each.name, units) or ROOT] += each.numel * dtype_bytes(each.dtype)
+                made[self.group_of(each.name)] += each.numel * dtype_bytes(each.dtype)
         return made
 
     def highest(self, kept: Callable[[int, Access], Mapping[str, int]]) -> dict[str, int]:

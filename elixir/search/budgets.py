@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elixir.errors import InputError
-from elixir.hardware.memory import free_device_bytes, free_host_bytes
+from elixir.hardware.memory import CONTEXT_AND_KERNELS_BYTES, NCCL_BYTES, free_device_bytes, free_host_bytes
 from elixir.hardware.process_memory import estimated_bytes
 from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import Outstanding, outstanding
@@ -19,13 +19,6 @@ from elixir.search.request import FREE_HERE, SearchRequest, Size
 from elixir.units import LARGEST_BYTES, MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
-
-CONTEXT_AND_KERNELS_BYTES = 1343 * MIB
-"""Device memory that a process holds in addition to its tensors: the CUDA context and all kernels of PyTorch.
-
-Source: Hugging Face, "Model training anatomy" (transformers documentation), which reads it off a data-center GPU right
-after the first tensor, with a CUDA that loaded all kernels at once.
-"""
 
 # Reserves: what is kept back of memory whose size nobody gave. A plan fills its budget, and all of this comes on top.
 LATE_KERNELS_BYTES = 640 * MIB
@@ -51,11 +44,6 @@ FRAGMENTATION_SHARE = 0.05
 counts. If nothing fits without it, a plan may have it: the allocator gives cached segments back before it fails.
 
 Source: an estimate; ``benchmark/gpu_proof.py`` plans with the same share."""
-NCCL_BYTES = 512 * MIB
-"""Bytes of one device, with several ranks: buffers of NCCL's communicators.
-
-Source: an estimate, from 4 MiB (``NCCL_BUFFSIZE``) and the smaller buffers of the other protocols, for 32 channels and
-both directions of a ring."""
 PAGE_TABLE_SHARE = 2 * 8 / 4096
 """Share of one device's memory: page table entries through which it reaches registered host memory of twice its size.
 
