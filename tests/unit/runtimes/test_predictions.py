@@ -178,3 +178,17 @@ def test_a_network_between_machines_sets_the_pace() -> None:
     assert seconds[0] == pytest.approx(1e9 * 15 / 16 / 1e9)
     assert seconds[1] == Work(traced(8), fast, 16).ring_s(1e9) < seconds[0]
     assert Work(traced(8), fast, 1).ring_s(1e9) == 0
+
+
+def test_zero_counts_buckets_casts_and_transfers() -> None:
+    trace, numel = traced(8), traced(8).numel
+    job = Work(trace, preset("h100"), 4, [0.0] * len(trace.accesses))
+    made = {stage: predict(job, Setting(runtime="deepspeed", stage=stage)) for stage in (1, 3)}
+    assert made[1].parts["buckets"] == 3 * 2 * numel
+    assert made[3].parts["buckets"] == 2 * numel
+    assert made[3].parts["masters and optimizer"] == 12 * numel // 4
+    assert "masters and optimizer" not in predict(job, Setting(runtime="deepspeed", stage=2, offload=True)).parts
+    once = job.ring_s(2 * numel)
+    assert [made[stage].seconds["transfers"] for stage in (1, 3)] == pytest.approx([3 * once, 3 * once])
+    again = predict(job, Setting(runtime="deepspeed", stage=3, accumulation=2)).seconds["transfers"]
+    assert again == pytest.approx(6 * once)
