@@ -25,10 +25,13 @@ from elixir.search.batches import BatchChoice
 from elixir.search.question import Question
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.search.searches import profile_for
+from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.sweep import with_network
 from elixir.show import tables
 from elixir.show.memory_curve import plot_memory
+from elixir.show.page import View, plan_view, trace_view
 from elixir.show.plan_map import plot_plan
+from elixir.show.style import is_page
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, parse_bytes
 
@@ -41,7 +44,8 @@ def run_profile(args: argparse.Namespace) -> Iterator[output.Said]:
     files.refuse_artifact(args.model)
     hardware = load_hardware(args.hardware)
     trace, _ = from_flags.traced(args, hardware)
-    written = files.written((args.out, trace.save), (args.plot, partial(plot_memory, trace)))
+    drawn = files.plotted(args.plot, lambda: [trace_view(trace)], partial(plot_memory, trace))
+    written = files.written((args.out, trace.save), drawn)
     yield tables.record_of(trace)
     if trace.step_peak_bytes and not trace.step.forward:
         yield str(Estimate(trace, hardware.device_kind))
@@ -135,9 +139,17 @@ def _plan_shown(
     args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan
 ) -> Iterator[output.Said]:
     """Saves and draws a plan, and says it, with the memory that must be free, and what would make it better."""
-    written = files.written((args.out, plan.save), (args.plot, partial(plot_plan, plan)))
+    told = not (args.brief or args.json)
+    levers = answer.levers() if (told or is_page(args.plot)) and not args.no_levers else ()
+
+    def views() -> list[View]:
+        trace, hardware, _ = answer.question
+        why = explain(plan, trace, hardware, levers=False)
+        return [plan_view(plan, trace, hardware, explanation=why, levers=levers, must_be_free_bytes=free_bytes)]
+
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
     free_bytes = need.machine_bytes(ranks)
+    written = files.written((args.out, plan.save), files.plotted(args.plot, views, partial(plot_plan, plan)))
     yield plan.to_dict() | {"must_be_free": {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}}
     if choice is not None and not args.brief:
         yield tables.batch_table(choice)
@@ -151,8 +163,8 @@ def _plan_shown(
         yield tables.plan_tables(plan)
     if plan.uses_disk:
         yield tables.wear(plan, args.disk_endurance)
-    if not (args.brief or args.no_levers or args.json):
-        yield tables.plan_levers_table(plan, answer.levers())
+    if told and levers:
+        yield tables.plan_levers_table(plan, levers)
     yield from written
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elixir.artifact import Artifact, check_writable, read_json
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.profile import HardwareProfile, load_hardware, warn_if_doubtful
 from elixir.plan.plan import Plan
-from elixir.show.style import picture_format
+from elixir.show.style import is_page, picture_format
 from elixir.step_trace import StepTrace
 
 _KINDS: dict[str, type[Artifact]] = {kind.artifact: kind for kind in (StepTrace, HardwareProfile, Plan)}
 Kind = TypeVar("Kind", bound=Artifact)
+TRIAL = "trial"
+"""The field ``artifact`` of what `elixir try` saves."""
 
 
 def check_outputs(args: argparse.Namespace) -> None:
@@ -27,12 +29,36 @@ def check_outputs(args: argparse.Namespace) -> None:
     seen: list[Path] = []
     given = {name: path for name in ("plot", "out", "csv") if (path := getattr(args, name, None))}
     if "plot" in given:
-        picture_format(given["plot"])
+        _check_plot(args.command, given["plot"])
     for path in given.values():
         target = check_writable(path).resolve()
         if target in seen:
             raise InputError(f"{path} is named for two outputs; give each a separate file")
         seen.append(target)
+
+
+def _check_plot(command: str, path: str) -> None:
+    if command in ("explain", "compare", "show", "try") and not is_page(path):
+        raise InputError(f"{path!r}: `elixir {command}` draws a page; end it in .html")
+    if command == "sweep" or not is_page(path):
+        picture_format(path)
+
+
+def plotted(
+    path: str | None,
+    views: Callable[[], Sequence[dict[str, Any]]],
+    picture: Callable[[str], object] | None = None,
+    rows: Iterable[tuple[str, Any, Any]] = (),
+) -> tuple[str | None, Callable[[str], object]]:
+    """What `written` takes for ``--plot``: the page with these views if the path ends in .html, otherwise the
+    picture."""
+
+    def page(path: str) -> None:
+        from elixir.show.page import write_page
+
+        write_page(path, *views(), rows=rows)
+
+    return path, page if picture is None or is_page(path) else picture
 
 
 def written(*outputs: tuple[str | None, Callable[[str], object]]) -> list[str]:
@@ -57,6 +83,23 @@ def load(path: str, expected: type[Kind]) -> Kind:
         wanted = expected.artifact.removeprefix("step_")
         raise ArtifactError(f"{path}: expected a {wanted}, found a {found.replace('_', ' ')}")
     return artifact
+
+
+def trial_in(text: str) -> dict[str, Any] | None:
+    """What `elixir try --out` has saved in the file `text`; None if it holds something else."""
+    data = read_json(text)
+    return data if isinstance(data, dict) and data.get("artifact") == TRIAL else None
+
+
+def report_in(text: str) -> dict[str, Any] | None:
+    """The numbers of a step's report in the file `text`, of a list or a trial the last; None if it holds none."""
+    data = read_json(text)
+    if isinstance(data, dict) and data.get("artifact") == TRIAL:
+        data = data.get("steps")
+    if isinstance(data, list) and data:
+        data = data[-1]
+    known = isinstance(data, dict) and "artifact" not in data and any(name.startswith("predicted_") for name in data)
+    return data if known else None
 
 
 def trace_in(text: str) -> StepTrace | None:

@@ -6,7 +6,7 @@ None imports torch, which takes seconds, unless it measures.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,13 @@ from elixir.step_trace import StepTrace
 
 
 def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
-    """Shows any saved artifact."""
+    """Shows any saved artifact, or a trial."""
+    trial = files.trial_in(args.file)
+    if trial is not None:
+        yield from _trial_shown(args, trial)
+        return
     artifact = files.load(args.file, Artifact)
+    written = files.written(_page(args, artifact))
     yield tables.record_of(artifact)
     if isinstance(artifact, StepTrace):
         yield tables.trace_shown(artifact)
@@ -32,12 +37,47 @@ def run_show(args: argparse.Namespace) -> Iterator[output.Said]:
     elif isinstance(artifact, Plan):
         yield str(artifact)
         yield tables.plan_tables(artifact)
+    yield from written
+
+
+def _page(
+    args: argparse.Namespace, *artifacts: Artifact, rows: Iterable[tables.Row] = (), **more: Any
+) -> tuple[str | None, Callable[[str], object]]:
+    """The page of ``--plot``, if there is one, with a view of each artifact, and what is compared above them."""
+
+    def views() -> list[dict[str, Any]]:
+        from elixir.cli.pages import view_of
+
+        return [view_of(each, **more) for each in artifacts]
+
+    return files.plotted(args.plot, views, rows=rows)
+
+
+def _trial_shown(args: argparse.Namespace, trial: dict[str, Any]) -> Iterator[output.Said]:
+    plan = Plan.from_dict(trial["plan"], source=args.file)
+    machine = HardwareProfile.from_dict(trial["hardware"], source=args.file)
+    written = files.written(_page(args, plan, hardware=machine, measured=trial["compared"]))
+    yield trial
+    yield str(plan)
+    yield tables.measured_table(f"{trial['model']} on {machine.device_name}", trial["compared"])
+    yield from written
 
 
 def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
-    """Two artifacts of one kind side by side, their speeds and prices first."""
-    a, b = files.load(args.a, Artifact), files.load(args.b, Artifact)
+    """Two artifacts of one kind side by side, their speeds and prices first; or a plan, and what a run has reported."""
+    a, report = files.load(args.a, Artifact), files.report_in(args.b)
+    if report is not None:
+        if not isinstance(a, Plan):
+            raise InputError(f"{args.b} is a step's report, which goes with a plan; {args.a} is none")
+        figures = tables.report_figures(report)
+        written = files.written(_page(args, a, measured=figures))
+        yield {"a": args.a, "b": args.b, "measured": figures}
+        yield tables.measured_table(f"{args.a}, and measured in {args.b}", figures)
+        yield from written
+        return
+    b = files.load(args.b, Artifact)
     rows = tables.compare(a, b, [_costs(each, args.prices) for each in (a, b)])
+    written = files.written(_page(args, a, b, rows=rows))
     moved = tables.moved_parameters(a, b) if isinstance(a, Plan) and isinstance(b, Plan) else None
     fields = {name: {"a": left, "b": right, "differs": left != right} for name, left, right in rows}
     yield {"a": args.a, "b": args.b, "fields": fields, **({} if moved is None else {"placed_differently": moved})}
@@ -48,6 +88,7 @@ def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
         same = "every parameter has the same homes in both"
         text += "; " + (f"{len(moved)} parameters are placed differently: {names}" if moved else same)
     yield text
+    yield from written
 
 
 def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:

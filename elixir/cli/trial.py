@@ -30,7 +30,9 @@ from elixir.microbench import measure, measure_briefly
 from elixir.models.loading import build
 from elixir.models.step import default_input
 from elixir.plan.plan import Plan
+from elixir.search.question import StepQuestion
 from elixir.show import tables
+from elixir.show.page import plan_view
 from elixir.units import format_bytes, format_seconds, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
@@ -45,8 +47,6 @@ LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
 NEAR = 0.002
 """Share of predicted bytes by which observed ones may differ: a loss, a norm, what is rounded up to a page."""
-KIND = "trial"
-"""The field ``artifact`` of a saved trial."""
 MOST_RANGE = 2.0
 """Upper end of the printed range of seconds over its lower end: a wider one says little."""
 Compared = dict[str, Any]
@@ -75,7 +75,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
         module.close()
     compared = _compared(plan, reports, peak_bytes)
     record = {
-        "artifact": KIND,
+        "artifact": files.TRIAL,
         "model": args.model,
         "versions": {"torch": torch.__version__, "device": machine.device_name},
         "compared": compared,
@@ -84,7 +84,14 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
         "steps": [report.to_dict() for report in reports],
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    written = files.written((args.out, lambda path: write_atomically(path, text)))
+
+    def views() -> list[dict[str, Any]]:
+        asked = {"batch": args.batch or 1, "seq": args.seq, "checkpoint": args.checkpoint or "none"}
+        step = StepQuestion(model=args.model, dtype=dtype, **asked)
+        return [plan_view(plan, step.trace(machine), machine, measured=compared)]
+
+    drawn = files.plotted(args.plot, views)
+    written = files.written((args.out, lambda path: write_atomically(path, text)), drawn)
     yield record
     rows = []
     for each in compared:

@@ -23,6 +23,7 @@ from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
 from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE, SweepInterrupted, SweepRow, fit, sweep, with_network
 from elixir.show.explanation_tables import explanation_record, explanation_shown
+from elixir.show.page import plan_view
 from elixir.show.style import FORMATS, RESOURCE_LABELS
 from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame
 from elixir.show.tables import plan_levers_table
@@ -125,11 +126,14 @@ def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
+    views = lambda: [plan_view(plan, trace, hardware, explanation=found, levers=found.changes)]  # noqa: E731
+    written = files.written(files.plotted(args.plot, views))
     yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
     yield f"plan {plan.fingerprint}: {plan.model_name} on {plan.world_size} x {hardware.name}"
     yield explanation_shown(found, 0 if args.brief else args.top)
     if found.changes and not args.brief:
         yield plan_levers_table(plan, found.changes)
+    yield from written
 
 
 def run_timeline(args: argparse.Namespace) -> Iterator[output.Said]:

@@ -89,7 +89,7 @@ def _best(changes: dict[Spot, list[Difference]], slight_s: float) -> tuple[Spot 
             left = change.passed_over
             but = "" if left is None else f", but {left.regret:.0%} slower than necessary if {left.scenario}"
             return spot, f"would be {format_seconds(-change_s)} faster here{but}" if but else "yes: plan again"
-    return spots[0], _fits(min(changes[spots[0]], key=_lacking))
+    return spots[0], fits_text(min(changes[spots[0]], key=_lacking))
 
 
 def explanation_record(explanation: Explanation) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def explanation_shown(explanation: Explanation, most: int) -> Iterator[str | Tab
     yield places_table(explanation, most)
     if explanation.blocks:
         rows = [
-            [str(each.block_count), _seconds(each.change_s), _signed_bytes(each.device_change_bytes), _fits(each)]
+            [str(each.block_count), _seconds(each.change_s), _signed_bytes(each.device_change_bytes), fits_text(each)]
             for each in explanation.blocks
         ]
         yield list_table("one rCache block fewer or more", ("blocks", "step", "device", "fits"), rows)
@@ -188,7 +188,7 @@ def levers_table(explanation: Explanation) -> Table:
     return list_table(title, ("lever", "step", "change"), rows)
 
 
-def _fits(change: Difference) -> str:
+def fits_text(change: Difference) -> str:
     lacking = [
         f"{format_bytes(amount)} of {memory}"
         for memory, amount in zip(("device memory", "host memory", "disk"), _lacking(change), strict=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STACK = (
+STACK = (
     ("parameters", style.BLUE, ("parameters",)),
     ("optimizer states", style.SKY, ("optimizer",)),
     ("gradients", style.GREEN, ("gradients",)),
@@ -40,10 +40,10 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
         raise InputError(f"the trace of {trace.model_name} holds no memory curve to draw")
     figure = style.new_figure(2.9)
     axes = figure.add_subplot()
-    xs = _positions(trace.curve)
+    xs = curve_positions(trace.curve)
     peak = max(range(len(trace.curve)), key=lambda index: trace.curve[index].total)
     layers, handles = [], []
-    for label, colour, fields in _STACK:
+    for label, colour, fields in STACK:
         values = [sum(getattr(sample, name) for name in fields) / GIB for sample in trace.curve]
         if not any(values):
             continue
@@ -64,7 +64,7 @@ def plot_memory(trace: StepTrace, path: str | os.PathLike[str] | None = None) ->
     return style.finish(figure, path, title)
 
 
-def _positions(curve: Sequence[CurveSample]) -> list[float]:
+def curve_positions(curve: Sequence[CurveSample]) -> list[float]:
     """Places each sample by its operator; the optimizer phase has a share of the width, sample by sample.
 
     One fused optimizer operator may be the whole phase, and one foreach operator the whole way up and down again.
@@ -83,11 +83,11 @@ def _draw_phases(axes: Axes, curve: Sequence[CurveSample], xs: Sequence[float]) 
     """A strip along the top: which phase runs when; recomputation is darker inside backward."""
     tones = {"forward": "#EEEEEE", "backward": "#D4D4D4", "recompute": "#8A8A8A", "optimizer": "#EEEEEE"}
     bottom, middle = 0.925, 0.9595
-    for phase, start, stop in _runs([sample.phase for sample in curve]):
+    for phase, start, stop in phase_runs([sample.phase for sample in curve]):
         axes.axvspan(xs[max(start - 1, 0)], xs[stop], bottom, 1, color=tones[phase], linewidth=0, zorder=3)
     recomputes = any(sample.phase == "recompute" for sample in curve)
     box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "linewidth": 0}
-    for phase, start, stop in _runs(["backward" if each.phase == "recompute" else each.phase for each in curve]):
+    for phase, start, stop in phase_runs(["backward" if each.phase == "recompute" else each.phase for each in curve]):
         left, right = xs[max(start - 1, 0)], xs[stop]
         if start:
             axes.axvline(left, color=style.DARK, linewidth=0.5, linestyle=(0, (3, 2)), zorder=4)
@@ -132,7 +132,7 @@ def _mark_peak(axes: Axes, x: float, sample: CurveSample, *, face: str) -> None:
     axes.plot([x], [sample.total / GIB], marker="v", markersize=4.5, **look)
 
 
-def _runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     """Consecutive equal entries as (entry, first index, last index)."""
     runs = [[index for index, _ in run] for _, run in groupby(enumerate(phases), key=lambda pair: pair[1])]
     return [(phases[run[0]], run[0], run[-1]) for run in runs]

@@ -94,7 +94,7 @@ def order_of_use(plan: Plan) -> list[int]:
 def _draw_budget(axes: Axes, label: str, parts: dict[str, int], peak_bytes: int, budget_bytes: int) -> None:
     """One bar, filled by what holds the memory at its peak, with a line at the budget."""
     left, handles = 0.0, []
-    colours = _colours(parts)
+    colours = part_colours(parts)
     for name, size in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
         if size > 0:
             axes.barh([0], [size / GIB], left=left, height=1, color=colours[name], edgecolor="white", linewidth=0.4)
@@ -108,7 +108,7 @@ def _draw_budget(axes: Axes, label: str, parts: dict[str, int], peak_bytes: int,
         style.legend(axes, handles, columns=_LEGEND_COLUMNS, below=0.2 / _BAR_IN)
 
 
-def _colours(parts: dict[str, int]) -> dict[str, str]:
+def part_colours(parts: dict[str, int]) -> dict[str, str]:
     """A colour for each part; where two would share one, the smaller gets the next that is free."""
     colours: dict[str, str] = {}
     for name in sorted(parts, key=lambda name: (-parts[name], name)):

@@ -44,6 +44,11 @@ RESOURCE_LABELS = {
 """Resources of `elixir.search.simulator`, as people call them."""
 
 
+def is_page(path: str | os.PathLike[str] | None) -> bool:
+    """Whether the ending of a path names a page, of `elixir.show.page`, and no picture."""
+    return path is not None and Path(path).suffix.lower() == ".html"
+
+
 def picture_format(path: str | os.PathLike[str]) -> str:
     """``png``, ``pdf`` or ``svg`` by the ending of `path`; `InputError` for any other."""
     suffix = Path(path).suffix.lower().removeprefix(".")

@@ -299,6 +299,29 @@ def range_cell(seconds: float, between: tuple[float, float] | None) -> str:
     return f"{text}\n{low} to {high}"
 
 
+def report_figures(report: Mapping[str, Any]) -> list[Record]:
+    """What a step's report (`StepReport.to_dict`) has measured of that for which it has a prediction."""
+    found = []
+    for key, predicted in report.items():
+        name = key.removeprefix("predicted_")
+        unit = "bytes" if name.endswith("_bytes") else "seconds" if name.endswith("_s") else "count"
+        if name != key and name in report:
+            shown = name.removesuffix("_bytes").replace("step_s", "step").replace("_", " ")
+            found.append({"name": shown, "unit": unit, "predicted": predicted, "measured": report[name]})
+    return found
+
+
+def measured_table(title: str, figures: Iterable[Record]) -> Table:
+    """Figures of `report_figures`, or of a trial: predicted next to measured (rich)."""
+    shown: dict[str, Callable[[Any], str]] = {"bytes": format_bytes, "seconds": format_seconds, "count": str}
+    rows = []
+    for each in figures:
+        predicted, measured = each["predicted"], each["measured"]
+        share = f"{(measured - predicted) / predicted:+.1%}" if predicted else ""
+        rows.append([each["name"], *(shown[each["unit"]](value) for value in (predicted, measured)), share])
+    return list_table(title, ("of one step", "predicted", "measured", "difference"), rows)
+
+
 def trace_summary(trace: StepTrace) -> str:
     """The needs of a step, in a few lines."""
     weights = [Weight(param.name, param.dtype, param.numel, param.trainable) for param in trace.parameters]

@@ -9,10 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from elixir.artifact import write_atomically
 from elixir.errors import InputError, InputTypeError
 from elixir.plan.plan import Plan
-from elixir.search.problem.from_plan import packed_step_of, trace_under
+from elixir.search.problem.from_plan import packed_step_of, placement_of, setting_of, trace_under
+from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.simulator.replay import RESOURCES, WorkSpan
 from elixir.search.simulator.simulation import Simulation
 from elixir.show import style
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {
+SPAN_COLOURS = {
     "forward": style.BLUE,
     "recompute": style.SKY,
     "backward": style.GREEN,
@@ -57,6 +61,7 @@ _WAITS = len(LANE_ORDER)
 _NAMES_SHOWN = 8
 """Parameters of a chunk that an event names."""
 Event = dict[str, Any]
+Ints = npt.NDArray[np.int64]
 
 
 def plot_timeline(
@@ -94,7 +99,7 @@ def plot_timeline(
     axes.set_xlabel(f"time since the optimizer began ({unit})", fontsize=style.TEXT_PT, labelpad=2)
     text = f"{format_seconds(simulation.step_s)} a step, bound by {style.RESOURCE_LABELS[simulation.bound_by]}"
     used = dict.fromkeys(span.name for span in simulation.timeline)
-    handles = [style.swatch(colour, name) for name, colour in _COLOURS.items() if name in used]
+    handles = [style.swatch(colour, name) for name, colour in SPAN_COLOURS.items() if name in used]
     style.legend(axes, handles, columns=6, below=0.44 / (_LANE_IN * len(lanes)))
     return style.finish(figure, path, f"{title}: {text}" if title else text)
 
@@ -113,7 +118,7 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[WorkSpan], unit_s: float) -
     # An edge in a bar's own colour keeps the thinnest bars visible.
     narrowest_s = min(span.end_s - span.start_s for span in spans)
     apart = narrowest_s > _WIDE * max(span.end_s for span in spans)
-    for name, colour in _COLOURS.items():
+    for name, colour in SPAN_COLOURS.items():
         bars = [(span.start_s / unit_s, (span.end_s - span.start_s) / unit_s) for span in spans if span.name == name]
         if bars:
             axes.broken_barh(
@@ -223,26 +228,62 @@ def _flows(simulation: Simulation) -> Iterator[Event]:
 
 
 def _memory(simulation: Simulation, plan: Plan, trace: StepTrace) -> Iterator[Event]:
-    """Device bytes whenever compute comes to another access; all but activations at their predicted peak."""
-    live = _live_bytes(plan, trace)
-    activations = plan.predicted.device_parts.get("activations", 0)
-    rest = plan.predicted.device_peak_bytes - activations
-    place = 0
+    """Device bytes whenever compute comes to another access."""
+    parts = device_memory(plan, trace)
+    total = np.sum(list(parts.values()), axis=0)
+    for at_s, entry in entries_over_step(simulation, plan):
+        activation_bytes = int(parts["activations"][entry])
+        kinds = {"weights, states and buffers": int(total[entry]) - activation_bytes, "activations": activation_bytes}
+        yield _event("C", "device memory", at_s=at_s, args=kinds)
+
+
+def entries_over_step(simulation: Simulation, plan: Plan) -> Iterator[tuple[float, int]]:
+    """Seconds at which compute comes to another entry of the plan's order, and which; the number of entries where it
+    comes to the optimizer's step. Entries that one piece of work stands for share its time."""
+    count, place, found = len(plan.order), 0, []
     for span in (span for span in simulation.timeline if span.resource == RESOURCES[0]):
-        following = (at % len(live) for at in range(place, place + len(live)))  # round and round, by micro-batches
+        following = (at % count for at in range(place, place + count))  # round and round, by micro-batches
         uses = ((at, plan.order[at]) for at in following)
-        found = next((at for at, use in uses if (use.phase, *use.chunks[:1]) == (span.name, span.chunk)), None)
-        place = place if found is None else found
-        amount = 0 if found is None else live[found]
-        kinds = {"weights, states and buffers": rest, "activations": min(amount, activations)}
-        yield _event("C", "device memory", at_s=span.start_s, args=kinds)
+        entry = next((at for at, use in uses if (use.phase, *use.chunks[:1]) == (span.name, span.chunk)), None)
+        place = place if entry is None else entry
+        found.append((span, count if entry is None else entry))
+    for (span, entry), after in zip(found, [*(entry for _, entry in found[1:]), count], strict=True):
+        end = after if after >= entry else count
+        entries = range(entry, max(end, entry + 1))
+        for number, each in enumerate(entries):
+            yield span.start_s + (span.end_s - span.start_s) * number / len(entries), each
 
 
-def _live_bytes(plan: Plan, trace: StepTrace) -> list[int]:
-    """Highest live bytes of the accesses of each entry of the plan's order."""
-    entries, live, entry, use = packed_step_of(plan, trace).entry_of, [0] * len(plan.order), 0, 0
-    for access in trace_under(plan, trace).accesses:
-        if access.parameters:
-            entry, use = entries[use], use + 1
-        live[entry] = max(live[entry], access.live_bytes)
-    return live
+def device_memory(plan: Plan, trace: StepTrace, device_kind: str = "cuda") -> dict[str, Ints]:
+    """Device bytes by the names of `Prediction.device_parts`, at the highest of each entry of the plan's order, and
+    last in the optimizer's step. The highest of all are those of the plan's peak.
+
+    Args:
+        plan: the plan.
+        trace: that it was made from.
+        device_kind: of the machine; a CPU steps moments in fewer bits in other pieces.
+    """
+    work, accesses = packed_step_of(plan, trace), trace_under(plan, trace).accesses
+    setting = setting_of(plan, 1, device_kind)  # more ranks on a host would change nothing here
+    curve = MemoryModel(work, setting).device_curve(placement_of(plan).codes, plan.block_count)
+    stretches = np.searchsorted(work.facts.edges, np.arange(len(accesses)), side="right") - 1
+    parts = {name: amounts[stretches] for name, amounts in curve.items()}
+    parts["activations"] = np.array([access.live_bytes for access in accesses])
+    total = np.sum(list(parts.values()), axis=0)
+    highest = [max(found, key=lambda index: total[index]) for found in _accesses_by_entry(plan, trace)]
+    return {name: np.append(amounts[highest], curve[name][-1]) for name, amounts in parts.items()}
+
+
+def modules_over_step(plan: Plan, trace: StepTrace) -> list[str]:
+    """The module that reads weights first in each entry of the plan's order."""
+    accesses = trace_under(plan, trace).accesses
+    return [accesses[found[0]].module for found in _accesses_by_entry(plan, trace)]
+
+
+def _accesses_by_entry(plan: Plan, trace: StepTrace) -> list[list[int]]:
+    entries, use = packed_step_of(plan, trace).entry_of, 0
+    found: list[list[int]] = [[] for _ in plan.order]
+    for index, access in enumerate(trace_under(plan, trace).accesses):
+        use += bool(access.parameters)
+        found[entries[max(use - 1, 0)]].append(index)  # what comes before the first counts for it
+    return found

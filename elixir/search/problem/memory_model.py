@@ -397,23 +397,30 @@ class MemoryModel:
         )
 
     def _device_parts(self, codes: Codes, blocks: int) -> dict[str, int]:
+        at = int(self.device(codes[None], all_stretches=True).at[0])
+        return {name: int(values[at]) for name, values in self.device_curve(codes, blocks).items()}
+
+    def device_curve(self, codes: Codes, blocks: int) -> dict[str, Ints]:
+        """Device bytes of one placement in each stretch, by what holds them: activations at their highest there."""
         work, ids = self.work, self._ids
         device = self.device(codes[None], all_stretches=True)
-        stretch, weights = int(device.at[0]), self.device_weights[ids, codes]
+        weights = self.device_weights[ids, codes]
         resident = int(weights[RESIDENT[codes]].sum())
-        return {
-            "activations": int(work.facts.live_bytes[stretch]),
+        in_step = np.arange(work.facts.stretches) == work.facts.stretches - 1
+        parts: dict[str, Ints | int] = {
+            "activations": work.facts.live_bytes,
             "buffers": work.facts.trace.buffer_bytes,
             "rcache": blocks * work.packing.block_bytes,
             "resident_weights": resident,
             "weight_shards": int(weights.sum()) - resident,
             "optimizer_states": int(self.device_states[ids, codes].sum()),
-            "gradients": int(device.gradients[0, stretch]),
+            "gradients": device.gradients[0].astype(np.int64),
             "gradient_blocks": int(device.grad_block_bytes[0]),
             **({"matrix_room": self.matrix_room_bytes} if self.matrix_room_bytes else {}),
-            "gradient_in_flight": int(self.transient[stretch]) if device.in_flight[0] else 0,
-            "optimizer_temporaries": int(device.temporary[0]) if stretch == work.facts.stretches - 1 else 0,
+            "gradient_in_flight": self.transient * bool(device.in_flight[0]),
+            "optimizer_temporaries": in_step * int(device.temporary[0]),
         }
+        return {name: amount + np.zeros(len(in_step), dtype=np.int64) for name, amount in parts.items()}
 
     @cached_property
     def temporaries(self) -> Floats:
