@@ -50,7 +50,7 @@ def plotted(
     picture: Callable[[str], object] | None = None,
     rows: Iterable[tuple[str, Any, Any]] = (),
 ) -> tuple[str | None, Callable[[str], object]]:
-    """What `written` takes for ``--plot``: the page with these views if the path ends in .html, otherwise the
+    """One output of `written`, for ``--plot``: the page with these views if the path ends in .html, otherwise the
     picture."""
 
     def page(path: str) -> None:
@@ -86,7 +86,7 @@ def load(path: str, expected: type[Kind]) -> Kind:
 
 
 def trial_in(text: str) -> dict[str, Any] | None:
-    """What `elixir try --out` has saved in the file `text`; None if it holds something else."""
+    """The trial that `elixir try --out` has saved in the file `text`; None if it holds something else."""
     data = read_json(text)
     return data if isinstance(data, dict) and data.get("artifact") == TRIAL else None
 

@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from elixir import __version__
 from elixir.artifact import write_atomically
 from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
@@ -29,7 +28,7 @@ from elixir.step_trace import StepTrace, peak_holders
 from elixir.units import format_bytes, format_seconds
 
 View = dict[str, Any]
-"""What one column of the page shows; `elixir/show/html/page.js` draws each key that is there."""
+"""The content of one column of the page; `elixir/show/html/page.js` draws each key that is there."""
 _TICKS = 100_000
 """Moments of a step that the page tells apart."""
 _PARTS = {
@@ -65,7 +64,6 @@ def write_page(path: str | os.PathLike[str], *views: View, rows: Iterable[Row] =
     data = json.dumps({"views": views, "rows": compared}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     folder = files("elixir.show") / "html"
     parts = {
-        "VERSION": __version__,
         "TITLE": " and ".join(view["title"] for view in views).replace("&", "&amp;").replace("<", "&lt;"),
         "LICENSE": (folder / "echarts.LICENSE.txt").read_text(encoding="utf-8").replace("--", "- -"),
         "DATA": data.replace("<", "\\u003c"),  # no value can end the script that it is in

@@ -300,7 +300,7 @@ def range_cell(seconds: float, between: tuple[float, float] | None) -> str:
 
 
 def report_figures(report: Mapping[str, Any]) -> list[Record]:
-    """What a step's report (`StepReport.to_dict`) has measured of that for which it has a prediction."""
+    """Figures of a step's report (`StepReport.to_dict`) that have a prediction: ``name``, ``unit``, both values."""
     found = []
     for key, predicted in report.items():
         name = key.removeprefix("predicted_")
