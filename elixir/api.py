@@ -29,7 +29,7 @@ from elixir.kernels.adam.step import COPIED, ONE_PASS
 from elixir.models.layer_units import layers_compiled
 from elixir.models.plannable import refuse_compiled
 from elixir.models.quantised import unwrapped_subclasses
-from elixir.optimizer_states import LOOPS, check_kind, moments_of
+from elixir.optimizer_states import LOOPS, check_decay, check_kind, moments_of, with_average
 from elixir.plan.chunk_plan import WeightFile
 from elixir.plan.plan import HasPlan, Plan, plan_of
 from elixir.search.budgets import is_this_machine
@@ -48,7 +48,7 @@ from elixir.wrapper.engine import engine_of
 from elixir.wrapper.loss_scale import LossScale
 from elixir.wrapper.optimizer import check_given, families_of, stepper_of
 from elixir.wrapper.run_options import folders_of
-from elixir.wrapper.step.user_optimizer import check_optimizer, copies_states
+from elixir.wrapper.step.user_optimizer import check_average, check_optimizer, copies_states
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
     max_norm: float | None = None,
     initial_scale: float = 2.0**16,
     host_threads: int | None = None,
+    ema: float | None = None,
     replan: bool = True,
     verbose: bool | None = None,
     compile: bool | Mapping[str, Any] = False,
@@ -135,6 +136,7 @@ def wrap(  # noqa: PLR0913 - a public entry point
         max_norm: clip the global gradient norm, of several optimizers that of all; the plan counts what that takes.
         initial_scale: of the loss, with float16.
         host_threads: of this rank's Adam on the host; None for its part of the cores, less what computes meanwhile.
+        ema: keep an average of the weights, of which each step keeps this share, such as 0.999 (`ElixirOptimizer`).
         replan: compare the first steps with the plan, and move chunks once if a better one is found.
         verbose: print the plan on rank 0. None prints its summary to standard error if no logging is set up; if it is,
             the summary is logged.
@@ -157,19 +159,19 @@ def wrap(  # noqa: PLR0913 - a public entry point
         TraceError, InputError, InputTypeError: see `trace_step`, `SearchRequest`, `ElixirModule`, `ElixirOptimizer`.
         RankError: another rank could not plan.
     """
-    _check_numbers(host_threads, initial_scale)
+    _check_numbers(host_threads, initial_scale, ema)
     with layers_compiled(model, compile, keep=True):
         how = {"plan": plan, "hardware": hardware, "dtype": dtype, "inp": inp, "step_fn": step_fn}
-        question = _Question.from_arguments(model, optimizer, {**options, **how, "max_norm": max_norm})
+        question = _Question.from_arguments(model, optimizer, {**options, **how, "max_norm": max_norm, "ema": ema})
         made, trace = question.answered(group)
         for_module = dict(question.for_module)
         if question.profile.device_kind == "cpu":
             for_module.setdefault("device", "cpu")
         module = ElixirModule(model, made, group, dtype=None if plan is None else dtype, **for_module)
         try:
+            numbers: dict[str, Any] = {"initial_scale": initial_scale, "max_norm": max_norm, "ema": ema}
             wrapped = [
-                ElixirOptimizer(module, each, initial_scale=initial_scale, max_norm=max_norm, host_threads=host_threads)
-                for each in question.optimizers
+                ElixirOptimizer(module, each, host_threads=host_threads, **numbers) for each in question.optimizers
             ]
             for each in wrapped:
                 stepper_of(each).norm.is_shared = len(wrapped) > 1
@@ -200,7 +202,7 @@ def dry_run(
         PlanError and others: as `wrap`; of `weights` the names are compared, and no value is read.
     """
     given = bound(wrap, (model, optimizer), arguments)
-    _check_numbers(given["host_threads"], given["initial_scale"])
+    _check_numbers(given["host_threads"], given["initial_scale"], given["ema"])
     with layers_compiled(model, given["compile"], keep=False):
         question = _Question.from_arguments(model, optimizer, arguments)
         plan, _ = question.answered(given["group"])
@@ -209,9 +211,10 @@ def dry_run(
             return agree_on_plan(ranks, model, plan, dtype, folders_of(given["disk_folder"]))
 
 
-def _check_numbers(host_threads: object, initial_scale: float) -> None:
+def _check_numbers(host_threads: object, initial_scale: float, ema: object) -> None:
     """Refuses what would be refused only once the model is wrapped."""
     check_host_threads(host_threads)
+    check_decay(ema)
     LossScale(True, initial_scale, 1)
 
 
@@ -232,6 +235,8 @@ class _Question:
     """Whether the plan counts what clipping takes."""
     for_module: dict[str, Any]
     """Arguments of `ElixirModule`."""
+    decay: float | None
+    """Of an average of the weights; None: none is kept."""
     checked: bool
     """Whether two steps are taken first where everything is streamed."""
 
@@ -268,7 +273,8 @@ class _Question:
             for each in optimizers:
                 check_optimizer(each, check_kind(moments_of(each, asked.get("moments"))))
         profile, here = profile_for(hardware), hardware is None
-        return cls(model, optimizers, plan, profile, here, step, asked, clips, for_module, bool(strict))
+        decay = check_decay(given.get("ema"))
+        return cls(model, optimizers, plan, profile, here, step, asked, clips, for_module, decay, bool(strict))
 
     @cached_property
     def machine(self) -> HardwareProfile:
@@ -305,6 +311,7 @@ class _Question:
         if self.plan is not None:  # it may be for something else
             for each in self.optimizers:
                 check_optimizer(each, made.moments)
+            check_average(self.decay, made.optimizer)
         return made, trace
 
     def _views(self, planning: Group) -> list[MachineView]:
@@ -343,13 +350,14 @@ class _Question:
         if self.plan is not None:
             return (Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else plan_of(self.plan)), None
         named = families_of(self.model, self.optimizers, self.asked.get("moments"))
+        stepped_by = named.optimizer_type + self._loop(named.elementwise, named.moments)
         said = unequal(views)
         if said:
             logger.warning("the machines are not alike, and the plan is for the least memory of all: %s", said)
         settled = {
             "world_size": world_size,
             "free": least_free(views) if views else None,
-            "optimizer_type": named.optimizer_type + self._loop(named.elementwise, named.moments),
+            "optimizer_type": stepped_by if self.decay is None else with_average(stepped_by),
             "matrices": named.matrices,
             "moments": named.moments,
             "clipping": self.clipping,

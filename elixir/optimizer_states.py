@@ -1,7 +1,8 @@
 """Bytes of optimizer states and master weights, by family of optimizer and kind of moments.
 
 Adam's two moments are kept as float32, bfloat16, or 8 bits in blocks. This file has their names, their sizes and what
-codes mean; `elixir.kernels` steps with them. Plans, the search, the runtime and checkpoints count by this file alone.
+codes mean; `elixir.kernels` steps with them. An average of the weights (EMA) is one more state of any family. Plans,
+the search, the runtime and checkpoints count by this file alone.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class StateSize:
         """Bytes per element of whole blocks; no number of elements takes less."""
         return self.block_bytes / self.block_numel * max(1, weight_bytes // FP32_BYTES)
 
+    @property
+    def averaged(self) -> StateSize:
+        """The same with an average of the weights. Shards with blocks are whole blocks, so that this is exact."""
+        return StateSize(self.block_bytes + MASTER_BYTES * self.block_numel, self.block_numel)
+
 
 ADAM_FAMILIES = ("Adam", "AdamW")
 """Optimizers whose states are the two moments that are known in several kinds."""
@@ -113,6 +119,10 @@ DIRECTION_BYTES = 2
 """Bytes of an element of a matrix that is made orthogonal, in bfloat16 whatever the dtype of the weights."""
 _NEWTON_SCHULZ_STEPS = 5
 _AND = " + "
+AVERAGE = "ema_weights"
+"""The kind of state that is an exponential average of the master weights, in their dtype."""
+WITH_AVERAGE = " + EMA"
+"""The end of the name of an optimizer next to which an average is kept."""
 
 
 def check_kind(kind: str) -> MomentKind:
@@ -198,14 +208,21 @@ def state_size(optimizer_type: str | None, moments: str = "float32") -> StateSiz
         raise InputTypeError(f"moments is 'float32', 'bfloat16' or '8bit', got {moments!r}")
     kind = check_kind(moments)
     check_adam(family, kind)
-    return moments_size(kind) if family in ADAM_FAMILIES else StateSize(_STATE_BYTES.get(family, 0))
+    size = moments_size(kind) if family in ADAM_FAMILIES else StateSize(_STATE_BYTES.get(family, 0))
+    return size.averaged if averages(optimizer_name(optimizer_type)) else size
+
+
+def matrix_states(optimizer: str) -> StateSize:
+    """Bytes of states of chunks that are stepped whole, by the `optimizer_name`."""
+    return MATRIX_STATES.averaged if averages(optimizer) else MATRIX_STATES
 
 
 def optimizer_name(optimizer_type: str | None) -> str:
     """The family's name in its usual spelling; after that of an Adam which of `LOOPS` steps it, if that was said.
     `NO_OPTIMIZER` for None.
 
-    Before it may stand one of `MATRIX_FAMILIES`, such as in ``Muon + AdamW``, which ``Muon`` alone means.
+    Before it may stand one of `MATRIX_FAMILIES`, such as in ``Muon + AdamW``, which ``Muon`` alone means. At the end,
+    `` + EMA`` says that an average of the weights is kept.
 
     Raises:
         InputError, InputTypeError: the family is unknown, or no name.
@@ -215,6 +232,8 @@ def optimizer_name(optimizer_type: str | None) -> str:
     if not isinstance(optimizer_type, str):
         raise InputTypeError(f"optimizer_type is a name such as 'Adam', or None, got {optimizer_type!r}")
     given = optimizer_type.lower()
+    average = WITH_AVERAGE if WITH_AVERAGE.lower() in given else ""
+    given = given.replace(WITH_AVERAGE.lower(), "")
     loop = next((f" ({loop})" for loop in LOOPS if given.endswith(f" ({loop})")), "")
     of_matrices, _, rest = given.removesuffix(loop).rpartition(_AND)
     families = {name.lower(): name for name in MATRIX_FAMILIES}
@@ -224,12 +243,43 @@ def optimizer_name(optimizer_type: str | None) -> str:
     if found is None or (of_matrices and of_matrices not in families):
         raise unknown_name("optimizer type", optimizer_type, (*_STATE_BYTES, *MATRIX_FAMILIES))
     first = families[of_matrices] + _AND if of_matrices else ""
-    return first + (found + loop if found in ADAM_FAMILIES else found)
+    return first + (found + loop if found in ADAM_FAMILIES else found) + average
+
+
+def averages(optimizer: str) -> bool:
+    """Whether an average of the weights is kept, by the `optimizer_name`."""
+    return optimizer.endswith(WITH_AVERAGE)
+
+
+def without_average(optimizer: str) -> str:
+    """The `optimizer_name` of the same without an average of the weights."""
+    return optimizer.removesuffix(WITH_AVERAGE)
+
+
+def with_average(optimizer: str) -> str:
+    """The `optimizer_name` of the same with an average of the weights."""
+    return without_average(optimizer) + WITH_AVERAGE
+
+
+def check_decay(decay: object) -> float | None:
+    """The share of the old average that each step keeps; None without an average, as for ``ema=None``.
+
+    Raises:
+        InputError: it is not between 0 and 1.
+        InputTypeError: it is no number.
+    """
+    if decay is None:
+        return None
+    if isinstance(decay, bool) or not isinstance(decay, int | float):
+        raise InputTypeError(f"ema is the share of the average that each step keeps, such as 0.999, got {decay!r}")
+    if not 0 < decay < 1:
+        raise InputError(f"ema must be above 0 and below 1, such as 0.999, got {decay!r}")
+    return float(decay)
 
 
 def matrix_family(optimizer: str) -> str | None:
     """The first of two optimizers, by their `optimizer_name`, which steps whole matrices; None if there is one."""
-    return optimizer.rpartition(_AND)[0] or None
+    return without_average(optimizer).rpartition(_AND)[0] or None
 
 
 def is_adam(optimizer: str) -> bool:
@@ -244,11 +294,11 @@ def is_copied(optimizer: str, moments: MomentKind) -> bool:
         optimizer: by its `optimizer_name`.
         moments: if they have fewer bits than float32, this project steps them, whatever the optimizer.
     """
-    return moments == "float32" and optimizer.rpartition(_AND)[2] not in ADAM_FAMILIES
+    return moments == "float32" and without_average(optimizer).rpartition(_AND)[2] not in ADAM_FAMILIES
 
 
 def _family(optimizer: str) -> str:
-    return optimizer.partition(" (")[0].rpartition(_AND)[2]
+    return without_average(optimizer).partition(" (")[0].rpartition(_AND)[2]
 
 
 def moments_of(optimizer: torch.optim.Optimizer, moments: str | None = None) -> str:

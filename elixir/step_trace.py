@@ -472,12 +472,15 @@ class StepTrace(Artifact):
         """Bytes of activations that the step itself copies in one direction."""
         return sum(each.nbytes for each in self.transfers if each.direction == direction and not each.planned)
 
-    def state_bytes(self, states: StateSize, matrices: Collection[str] = ()) -> int:
+    def state_bytes(
+        self, states: StateSize, matrices: Collection[str] = (), of_matrices: StateSize = MATRIX_STATES
+    ) -> int:
         """Optimizer states and master weights that a plan keeps of all that is trained, wherever they live.
 
         Args:
             states: of the optimizer (`elixir.optimizer_states.state_size`).
             matrices: names of parameters that are stepped as whole matrices.
+            of_matrices: states of these.
         """
         numel, total = dict[tuple[int, bool], int](), 0
         for param in self.parameters:
@@ -485,7 +488,7 @@ class StepTrace(Artifact):
                 kind = dtype_bytes(param.dtype), param.name in matrices
                 numel[kind] = numel.get(kind, 0) + param.numel
         for (width, whole), count in numel.items():
-            kept = (MATRIX_STATES if whole else states).nbytes(count, width)
+            kept = (of_matrices if whole else states).nbytes(count, width)
             total += kept + (count * MASTER_BYTES if width < MASTER_BYTES else 0)
         return total
 

@@ -20,6 +20,7 @@ from elixir.checkpoint_format.slices import SPAN_BYTES, memory_of, safetensors_h
 from elixir.errors import CheckpointError, FileError, InputError, InputTypeError
 from elixir.files import FILES, FLUSH_EVERY_BYTES, Files, PathLike, temporary_name
 from elixir.memory_order import shaped
+from elixir.optimizer_states import AVERAGE
 from elixir.units import dtype_name, parse_bytes, parse_dtype
 
 _TEMPORARY = re.compile(
@@ -43,6 +44,7 @@ def export_hf(
     dtype: torch.dtype | str | None = None,
     max_shard_size: str | int = "5GB",
     config: Any = None,
+    ema: bool = False,
     files: Files = FILES,
 ) -> Path:
     """Writes the weights and persistent buffers of a checkpoint for ``from_pretrained``; tied ones once.
@@ -59,13 +61,14 @@ def export_hf(
         max_shard_size: of one file, such as ``5GB``; a larger tensor gets a separate file.
         config: for ``config.json``: a transformers config, a dict, or the path of a ``config.json``. None: none is
             written.
+        ema: write the averages of weights (`ElixirOptimizer`) in their place, where there are any.
         files: the file operations it uses.
 
     Returns:
         `out`: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``.
 
     Raises:
-        InputError: `out` holds a model already, or an argument makes no sense.
+        InputError: `out` holds a model already, there is no average to write, or an argument makes no sense.
         CheckpointError: the checkpoint cannot be read, is damaged, or the files cannot be written. No new file is left
     then.
     """
@@ -76,7 +79,7 @@ def export_hf(
     made: list[tuple[Path, Path]] = []
     renamed: list[Path] = []
     with SliceReader(one_checkpoint(folder, files=files), files=files) as reader:
-        shards = _shards(reader, wanted, largest)
+        shards = _shards(reader, wanted, largest, ema=ema)
         try:
             files.make_folder(target)
             for name in files.names(target):
@@ -115,14 +118,19 @@ def export_hf(
     return target
 
 
-def _shards(reader: SliceReader, wanted: torch.dtype | None, largest: int) -> list[dict[str, _Exported]]:
+def _shards(reader: SliceReader, wanted: torch.dtype | None, largest: int, *, ema: bool) -> list[dict[str, _Exported]]:
     """Names -> tensor for each file, in the order in which they are saved."""
+    averages = {name: f"{AVERAGE}/{name}" for name in reader.index.names if f"{AVERAGE}/{name}" in reader.index.tensors}
+    if ema and not averages:
+        raise InputError(f"{reader.folder} holds no average of the weights; train with ema=, or leave out ema")
     shards: list[dict[str, _Exported]] = [{}]
     room = largest
     for key, saved in reader.index.tensors.items():
         kind, _, name = key.partition("/")
         if kind not in ("weight", "buffer"):
             continue
+        if ema and kind == "weight" and name in averages:
+            key, saved = averages[name], reader.index.tensors[averages[name]]
         floating = kind == "weight" and saved.torch_dtype.is_floating_point
         dtype = wanted if floating and wanted is not None else saved.torch_dtype
         each = _Exported(key, dtype, saved.shape, saved.numel * dtype.itemsize)
@@ -188,6 +196,6 @@ def _settings(config: Any) -> dict[str, Any] | None:
 
 def _dtype_setting(shards: list[dict[str, _Exported]]) -> dict[str, str]:
     """The dtype for ``config.json``: readers that follow it would otherwise round to the one that it had before."""
-    dtypes = {each.dtype for shard in shards for each in shard.values() if each.key.startswith("weight/")}
+    dtypes = {each.dtype for shard in shards for each in shard.values() if not each.key.startswith("buffer/")}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     return {"dtype": dtype_name(floating[0])} if len(floating) == 1 else {}

@@ -26,7 +26,7 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[output.Said]:
         if args.hf is None:
             raise InputError("export needs --hf OUT, the folder for the files that Hugging Face reads")
         latest = _checkpoints(folder)[0]
-        written = str(export_hf(latest, args.hf, dtype=args.dtype, config=args.config))
+        written = str(export_hf(latest, args.hf, dtype=args.dtype, config=args.config, ema=bool(args.ema)))
         yield {"written": written}
         yield f"written: {written}"
     elif args.action == "prune":

@@ -11,6 +11,7 @@ from elixir.cli.files import trace_in
 from elixir.errors import InputError, Lever, unknown_name
 from elixir.hardware.profile import HardwareProfile
 from elixir.models import user_code
+from elixir.optimizer_states import WITH_AVERAGE
 from elixir.search.question import StepQuestion
 from elixir.search.request import OPTIONS, SearchRequest
 from elixir.show.tables import flags_of
@@ -54,7 +55,8 @@ def traced(args: argparse.Namespace, hardware: HardwareProfile, *, steps: bool =
             return step.trace(hardware, model), model
         from elixir.search.advise.activations import trace_that_keeps
 
-        return trace_that_keeps(step, hardware, asked(args, optimizer), model), model
+        wanted = optimizer and optimizer_asked(args.optimizer)
+        return trace_that_keeps(step, hardware, asked(args, wanted), model), model
     except InputError as error:
         flags = [f"{flag} module:function" for word, flag in _FLAG_OF_CODE.items() if word in str(error)]
         if flags:
@@ -84,7 +86,7 @@ def optimizer_class(name: str | None) -> str:
     """The class of `torch.optim` that is named, in any case; AdamW without a name."""
     import torch
 
-    name = "adamw" if name is None else name
+    name = "adamw" if name is None else name.lower().removesuffix(WITH_AVERAGE.lower())
     classes = {
         found.lower(): found
         for found, value in vars(torch.optim).items()
@@ -97,6 +99,12 @@ def optimizer_class(name: str | None) -> str:
             raise InputError(f"unknown optimizer {name!r}; {kept} with moments in 8 bits is --moments 8bit")
         raise unknown_name("optimizer", name, classes)
     return classes[name.lower()]
+
+
+def optimizer_asked(name: str | None) -> str:
+    """The class that is named, with an average of the weights if ``+ ema`` follows."""
+    averaged = name is not None and name.lower().endswith(WITH_AVERAGE.lower())
+    return optimizer_class(name) + WITH_AVERAGE * averaged
 
 
 def refuse_settled(args: argparse.Namespace, path: str, names: Iterable[str]) -> None:

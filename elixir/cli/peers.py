@@ -341,7 +341,7 @@ def _elixir_row(steps: Steps) -> Row:
     device, host = _memory(steps)
     device = without_margin(device, steps.hardware.device_kind, steps.world_size)
     row = Row(steps.hardware.name, steps.world_size, ELIXIR, "Elixir", False, None, None, None, None, "does not fit")
-    request = from_flags.asked(steps.args, from_flags.optimizer_class(steps.args.optimizer))
+    request = from_flags.asked(steps.args, from_flags.optimizer_asked(steps.args.optimizer))
     for checkpoint in steps.checkpoints:
         try:
             trace = steps.trace(False, steps.batch, checkpoint)

@@ -101,7 +101,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
 def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, SweepInterrupted | None]:
     """The outcome of a sweep or a fit, of whose rows standard error tells as they come; and the interrupt that ended
     it, if one did."""
-    asked = from_flags.asked(args, from_flags.optimizer_class(args.optimizer))
+    asked = from_flags.asked(args, from_flags.optimizer_asked(args.optimizer))
     tell: dict[str, Any] = {"each": lambda row: print(row_text(row), file=sys.stderr, flush=True)}
     try:
         with output.progress() as progress:

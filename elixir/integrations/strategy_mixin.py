@@ -302,7 +302,8 @@ class StrategyMixin(_Base):  # type: ignore[misc]
         weights_only = [getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks]
         if not weights_only or not self.is_global_zero:
             return 0
-        return state_dict_bytes(self.lightning_module, () if all(weights_only) else self.optimizers)
+        averaged = self._elixir_options.get("ema") is not None
+        return state_dict_bytes(self.lightning_module, () if all(weights_only) else self.optimizers, averaged=averaged)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Saves as DDPStrategy does, and writes the plan next to the checkpoint.

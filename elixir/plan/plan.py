@@ -18,13 +18,13 @@ from elixir.hardware.profile import UNIFIED, preset_names
 from elixir.optimizer_states import (
     DIRECTION_BYTES,
     MASTER_BYTES,
-    MATRIX_STATES,
     MomentKind,
     StateSize,
     check_adam,
     extent_bytes,
     matrix_family,
-    moments_size,
+    matrix_states,
+    state_size,
 )
 from elixir.plan.activations import activations_text, check_activations, passes_together
 from elixir.plan.chunk_plan import (
@@ -72,7 +72,8 @@ class Plan(Artifact):
     dtype: str
     """Dtype the parameters and floating inputs are cast to, or ``as built``."""
     optimizer: str
-    """Optimizer family the states were counted for, such as ``Adam``, or ``Muon + AdamW`` with `ChunkPlan.matrices`."""
+    """Optimizer family the states were counted for, such as ``Adam``, or ``Muon + AdamW`` with `ChunkPlan.matrices`;
+    ``Adam + EMA`` with an average of the weights."""
     state_size: StateSize
     """Bytes of optimizer states of a trainable chunk's shard, master weights not included."""
     overlap: bool
@@ -189,7 +190,7 @@ class Plan(Artifact):
 
     def states_of(self, chunk: ChunkPlan) -> StateSize:
         """Bytes of a trainable chunk's states: `state_size`, unless it is stepped as whole matrices."""
-        return MATRIX_STATES if chunk.matrices else self.state_size
+        return matrix_states(self.optimizer) if chunk.matrices else self.state_size
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -254,7 +255,7 @@ class Plan(Artifact):
 
     def _check_moments(self) -> None:
         check_adam(self.optimizer, self.moments)
-        expected = moments_size(self.moments)
+        expected = state_size(self.optimizer, self.moments)
         size = f"must be {expected} for moments in {self.moments}"
         must(self.state_size == expected, "state_size", size, self.state_size)
         most = f"must be at most float32 for moments in {self.moments}, which go with float32 master weights"

@@ -16,7 +16,7 @@ from elixir.hardware.process_memory import (
     Resident,
 )
 from elixir.hardware.profile import HardwareProfile
-from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, is_adam
+from elixir.optimizer_states import ADAM_FAMILIES, MASTER_BYTES, is_adam, without_average
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
 from elixir.units import dtype_bytes
@@ -115,7 +115,7 @@ def planned_need(plan: Plan, hardware: HardwareProfile) -> ProcessNeed:
     """The expected peak of one process, before anything runs."""
     kind = hardware.device_kind
     # A plan for Adam does not say which kernel steps it; on a CPU torch's default is the loop.
-    loops = plan.moments == "float32" and (kind == "cpu" if plan.optimizer in ADAM_FAMILIES else steps_in_loop(plan))
+    loops = plan.moments == "float32" and (kind == "cpu" if _names_adam(plan) else steps_in_loop(plan))
     return process_need(
         plan,
         kind,
@@ -127,7 +127,12 @@ def planned_need(plan: Plan, hardware: HardwareProfile) -> ProcessNeed:
 
 def steps_in_loop(plan: Plan) -> bool:
     """Whether the plan was made for one of torch's Adams that is not fused."""
-    return plan.moments == "float32" and plan.optimizer not in ADAM_FAMILIES and is_adam(plan.optimizer)
+    return plan.moments == "float32" and not _names_adam(plan) and is_adam(plan.optimizer)
+
+
+def _names_adam(plan: Plan) -> bool:
+    """Whether the plan was made for an Adam, and does not say which kernel steps it."""
+    return without_average(plan.optimizer) in ADAM_FAMILIES
 
 
 def must_be_free_bytes(plan: Plan, hardware: HardwareProfile) -> int:

@@ -16,10 +16,12 @@ from elixir.hardware.scenario import Scenario, scenarios
 from elixir.optimizer_states import (
     MASTER_BYTES,
     MomentKind,
+    averages,
     check_kind,
     is_adam,
     is_copied,
     matrix_family,
+    matrix_states,
     optimizer_name,
     state_size,
 )
@@ -441,7 +443,7 @@ def setting_for(question: Question) -> Setting:
     trace, hardware, request = question
     if not trace.accesses:
         raise InputError(f"the trace of {trace.model_name} uses no parameter; trace a step that runs the model")
-    matrices = _matrices(trace, request)
+    matrices, optimizer = _matrices(trace, request), optimizer_name(request.optimizer_type)
     if request.frozen_weights == "files":
         hardware.rate("disk_read")  # refuses a machine whose disk is not known
     kind = check_kind(request.moments)
@@ -460,8 +462,10 @@ def setting_for(question: Question) -> Setting:
         request.accumulation // trace.pass_size,
         moments=kind,
         early_updates=_early_updates(hardware, request),
-        copied=is_copied(optimizer_name(request.optimizer_type), kind),
+        copied=is_copied(optimizer, kind),
         matrices=matrices,
+        matrix_states=matrix_states(optimizer),
+        averages=averages(optimizer),
         # In float16 the loss is scaled, so that each step looks for an overflow.
         clipping=request.clipping is not False or trace.dtype == "float16",
         frozen_weights=request.frozen_weights,

@@ -22,7 +22,7 @@ from elixir.search.problem.from_plan import packed_step_of, placement_of, settin
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import Setting
 from elixir.search.propose.sizes import Budgets, SearchSpace
-from elixir.search.simulator.rates import adam_share, out_of_place_share
+from elixir.search.simulator.rates import adam_share, average_share, out_of_place_share
 from elixir.search.simulator.simulation import simulate_step
 from elixir.step_trace import StepTrace
 
@@ -110,10 +110,11 @@ def calibrated(
     if offload > LEAST_BUSY_S and seen.offloaded_bytes:
         rates["device_to_host_bytes_per_s"] = seen.offloaded_bytes / offload
     ranks = hardware.ranks_per_host(plan.world_size)
-    stepped = _stepped_numel(plan, setting_of(plan, ranks, hardware.device_kind), seen)
+    setting = setting_of(plan, ranks, hardware.device_kind)
+    stepped = _stepped_numel(plan, setting, seen)
     if adam > LEAST_BUSY_S and stepped:
         # A profile's rate is that of float32 moments, from which `Rates` makes the plan's again.
-        rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments)
+        rates["host_adam_numel_per_s"] = stepped * ranks / adam / adam_share(plan.moments) * average_share(setting)
     measured = {name.removesuffix("_bytes_per_s").removesuffix("_numel_per_s") for name in rates}
     fits = {key: fit for key, fit in hardware.fits.items() if key.split(".")[0] not in measured}
     # What was seen is no longer uncertain; scenarios differ in the rest.

@@ -93,6 +93,11 @@ def prepare_forward(engine: Engine) -> None:
         StateError: an earlier error has left it unusable.
     """
     engine.refuse_unusable()
+    if engine.uses.averaged is False or (engine.uses.averaged and torch.is_grad_enabled()):
+        raise InputError(
+            "inside of gathered(ema=True) the model runs for evaluation only: under torch.no_grad(), and with the "
+            "averages of all its parameters"
+        )
     if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise InputError(
             "a CUDA graph would replay with the addresses that weights had when it was captured, but streamed weights "

@@ -251,18 +251,29 @@ class ElixirModule(nn.Module):
 
     @contextlib.contextmanager
     def gathered(
-        self, parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, write: bool = False
+        self,
+        parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None,
+        *,
+        write: bool = False,
+        ema: bool = False,
     ) -> Iterator[None]:
         """Shows full weights in ``parameter.data``, outside of a forward. `parameters` are a module, one, several, or
         by default all.
 
         Inside of the context they lie in separate memory. With `write`, writes become the weights when the context ends
-        without an exception; every rank must write the same. All other writes are refused or undone.
+        without an exception; every rank must write the same. All other writes are refused or undone. More than the
+        device's budget leaves is logged, once, as a warning.
+
+        With `ema` they are the averages that an `ElixirOptimizer` keeps, and the weights of parameters that have none,
+        frozen ones and those not stepped yet. ``state_dict()``, ``save_pretrained()`` and, under `torch.no_grad`, the
+        model itself use them; afterwards the weights are as before.
 
         Raises:
-            InputError: `parameters` are not all parameters of this model.
+            InputError: `parameters` are not all parameters of this model; or with `ema`, nobody keeps an average, or it
+                would be written to.
+            DiskError, NoMemoryError: averages on a disk cannot be read.
         """
-        with shown(self._engine, parameters, write):
+        with shown(self._engine, parameters, write, ema):
             yield
 
     def rehome(self, plan: Plan | HasPlan) -> None:

@@ -23,7 +23,7 @@ from elixir.hardware.host_share import check_host_threads
 from elixir.hardware.process_memory import give_back_freed
 from elixir.kernels.muon import matrix_rule
 from elixir.models.plannable import refuse_passes
-from elixir.optimizer_states import family_of, moments_of
+from elixir.optimizer_states import check_decay, family_of, moments_of
 from elixir.torch_private import hooks_of, not_compiled, share_hooks
 from elixir.wrapper.calls import refuse_compiled_around
 from elixir.wrapper.engine import engine_of
@@ -53,10 +53,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             decides.
         init_step: allocate the states on the device before the first step, too; those on the host always are. No number
             changes.
+        ema: keep an average of the weights, of which each step keeps this share: ``ema * average + (1 - ema) *
+            weights``. It begins with the weights before their first step, in float32 or wider, and lives with the
+            states; `ElixirModule.gathered` shows it. The plan must count it (``optimizer_type="AdamW + EMA"``).
 
     Raises:
         InputError: the optimizer is not elementwise, has parameters that are not the module's or belong to another
-            optimizer, or cannot step with the moments of the plan; or a number is out of range.
+            optimizer, or cannot step with the moments of the plan; the plan counts no average and `ema` is given, or
+            the other way round; or a number is out of range.
     """
 
     def __init__(
@@ -68,13 +72,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         growth_interval: int = 2000,
         host_threads: int | None = None,
         init_step: bool = False,
+        ema: float | None = None,
     ) -> None:
         if not isinstance(module, ElixirModule):
             raise InputTypeError(f"module must be an ElixirModule, got {type(module).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ElixirOptimizer):
             raise InputTypeError(f"optimizer must be a plain torch optimizer, got {type(optimizer).__name__}")
         changing = check_optimizer(optimizer, module.plan.moments)
-        asked_threads = check_host_threads(host_threads)
+        asked_threads, decay = check_host_threads(host_threads), check_decay(ema)
         scale = LossScale(module.plan.dtype == "float16", initial_scale, growth_interval)
         self._ready = False
         self._skipped = False
@@ -89,6 +94,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             max_norm=max_norm or 0.0,
             host_threads=asked_threads,
             changing=changing,
+            decay=decay,
         )
         engine.add_stepper(self._stepper, scale)
         if init_step:
@@ -124,6 +130,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         without the loss scale. None if the step needed no norm: without clipping, and not in float16.
         """
         return self._stepper.grad_norm
+
+    @property
+    def ema(self) -> float | None:
+        """The share of the average of the weights that each step keeps; None without an average."""
+        return self._stepper.user.decay
 
     @property
     def host_threads(self) -> int:

@@ -31,6 +31,13 @@ class AnyStepper(Protocol):
     def grad_norm(self) -> torch.Tensor | None:
         """Global norm of the last step's gradients, before clipping; None if the step needed none."""
 
+    @property
+    def averages(self) -> bool:
+        """Whether it keeps averages of the weights (``ema=``)."""
+
+    def fill_averages(self, chunk: Chunk, out: torch.Tensor) -> None:
+        """Copies its averages of a trained chunk's weights into `out`, flat like this rank's shard."""
+
     def check_plan(self, plan: Plan) -> None:
         """Raises `InputError` if this optimizer cannot step under a plan."""
 

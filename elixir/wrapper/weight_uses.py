@@ -153,6 +153,10 @@ class WeightUses(AccessListener):
         self._main = threading.get_ident()  # the thread of the last forward
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
+        self.averaged: bool | None = None
+        """Whether all averages of weights are shown in their place, or some; None: they are not."""
+        self.warned_of_size = False
+        """Whether it was said that `ElixirModule.gathered` took more than the device's budget."""
         self.saving = False
         """Whether a state dict is being built from placeholders, which are replaced before anyone sees it."""
         self.loading = False

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from elixir.access.placeholders import unmarked
 from elixir.chunk.chunk import Attribute, Chunk, Slot, take_back
 from elixir.chunk.memory import separate_copy
-from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError
+from elixir.errors import DiskError, ElixirError, InputError, NoMemoryError, readable_bytes
 from elixir.hardware.process_memory import give_back_freed
 from elixir.models.model_tensors import cast_dtype
 from elixir.models.quantised import flat
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 def whole(engine: Engine, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
     """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
     if chunk.shown is not None:
-        return chunk.shown
+        rounded = precise and engine.uses.averaged and has_wide_masters(chunk)
+        return averaged(engine, chunk, precise=True) if rounded else chunk.shown
     found = precisely(engine, chunk, copy)[0] if precise else gathered(engine, chunk, copy=copy)
     return chunk.with_moved(found) if engine.is_ordinary(chunk) else found
 
@@ -82,6 +83,23 @@ def gathered(engine: Engine, chunk: Chunk, shard: torch.Tensor | None = None, co
     return together
 
 
+def averaged(engine: Engine, chunk: Chunk, *, precise: bool = False) -> torch.Tensor:
+    """The gathered averages of a chunk's weights on the device, in separate memory, with the weights of parameters that
+    have none: in the dtype of the weights, or with `precise` in that of the masters.
+
+    Raises:
+        DiskError, NoMemoryError: they live on a disk, and cannot be read.
+    """
+    with chunk.in_memory():
+        chunk.follow_writes()
+        masters = chunk.shard_weights if chunk.masters is None else chunk.masters
+        mine = masters.clone()
+        for stepper in engine.steppers:
+            stepper.fill_averages(chunk, mine)
+    mine = mine if precise else mine.to(chunk.dtype)
+    return gathered(engine, chunk, mine, copy=not chunk.on_one_rank).to(engine.device)
+
+
 # --- gathered --------------------------------------------------------------------------------------------------------
 # `shown`: shows full weights in their parameters, outside of a step; see `ElixirModule.gathered`.
 
@@ -91,31 +109,37 @@ Wanted = nn.Module | nn.Parameter | Iterable[nn.Parameter] | None
 
 
 @contextlib.contextmanager
-def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
+def shown(engine: Engine, wanted: Wanted, write: bool, ema: bool = False) -> Iterator[None]:
     """See `ElixirModule.gathered`.
 
     Args:
         engine: the engine of the chunks.
         wanted: the parameters to show.
         write: whether writes become the weights, unless an exception ends the context.
+        ema: whether averages of the weights are shown in their place.
     """
     engine.refuse_inside("gathered()")
     engine.refuse_in_pass("gathered()")
     uses, parameters = engine.uses, _of_model(engine, wanted)
+    _check_average(engine, write=write, ema=ema)
     engine.settle_together("gathered()")
     opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
-    before = dict(uses.gathered)
+    before, averaged_before = dict(uses.gathered), uses.averaged
     moved = _moved_by_user(engine)
+    by_chunk = [
+        (chunk, [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters])
+        for chunk in engine.chunks
+    ]
+    _warn_of_size(engine, [chunk for chunk, asked in by_chunk if asked and chunk.shown is None])
     try:
-        for chunk in engine.chunks:
-            asked = [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters]
+        for chunk, asked in by_chunk:
             if not asked:
                 continue
             if write:
                 chunk.about_to_write()  # before versions change, at which a checkpoint would raise
             memory = chunk.shown
             if memory is None:  # otherwise another `gathered` around this one holds it
-                memory = whole(engine, chunk)
+                memory = _with_averages(engine, chunk, asked) if ema else whole(engine, chunk)
                 if memory is chunk.weights:
                     # Writes must not reach the weights before the end, and without `write` never; writes through `data`
                     # are not announced.
@@ -126,6 +150,8 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
             opened.append((chunk, memory, asked))
             writable = {slot.parameter for slot in asked} if write else set()
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
+        if ema:
+            uses.averaged = all(len(asked) == len(chunk.slots) for chunk, asked in by_chunk if chunk.plan.trainable)
         yield
         if write:
             engine.cache.invalidate()  # a forward inside of the context may have fetched old weights
@@ -135,10 +161,52 @@ def shown(engine: Engine, wanted: Wanted, write: bool) -> Iterator[None]:
                 for slot in asked:
                     moved.pop(slot.parameter, None)
     finally:
-        uses.gathered = before
+        uses.gathered, uses.averaged = before, averaged_before
         _hide(chunk for chunk, _, _ in opened if chunk.index not in before)
         for parameter, data in moved.items():
             parameter.data = data
+
+
+def _check_average(engine: Engine, *, write: bool, ema: bool) -> None:
+    """Raises `InputError` if weights and their averages would be taken for each other."""
+    if write and (ema or engine.uses.averaged is not None):
+        raise InputError("gathered(ema=True) shows averages for reading, and write=True would make them the weights")
+    if ema and engine.uses.gathered:
+        raise InputError("gathered(ema=True) is for outside of another gathered(), whose values it would replace")
+    if ema and not any(stepper.averages for stepper in engine.steppers):
+        raise InputError(
+            "no optimizer of this model keeps an average of the weights: give elixir.wrap or ElixirOptimizer "
+            "ema=0.999 before training"
+        )
+
+
+def _with_averages(engine: Engine, chunk: Chunk, asked: Sequence[Slot]) -> torch.Tensor:
+    """Memory that shows the averages of some parameters, and the weights of the others."""
+    if not chunk.plan.trainable:
+        return whole(engine, chunk)
+    found = averaged(engine, chunk)
+    if len(asked) < len(chunk.slots):
+        averages, found = found, whole(engine, chunk).clone()
+        for slot in asked:
+            part = slice(slot.offset, slot.offset + slot.numel)
+            found[part].copy_(averages[part])
+    return found
+
+
+def _warn_of_size(engine: Engine, chunks: Sequence[Chunk]) -> None:
+    """Warns, once, if chunks that are shown together take more of the device than its budget leaves."""
+    nbytes = sum(chunk.weight_bytes for chunk in chunks)
+    left = engine.plan.device_budget_bytes - engine.arena.live_bytes("device")
+    if len(chunks) > 1 and nbytes > left and not engine.uses.warned_of_size:
+        engine.uses.warned_of_size = True
+        if engine.group.rank == 0:
+            logger.warning(
+                "gathered() shows %s of weights at once, and the device budget of %s leaves %s: show them in parts, "
+                "`for name, p in model.named_parameters(): with model.gathered([p]): ...` (said once)",
+                readable_bytes(nbytes, up=True),
+                readable_bytes(engine.plan.device_budget_bytes),
+                readable_bytes(max(left, 0)),
+            )
 
 
 def _hide(chunks: Iterable[Chunk]) -> None:

@@ -16,7 +16,8 @@ from elixir.memory_order import Order, flattened
 from elixir.plan.chunk_plan import ParamSlot
 from elixir.wrapper.step.elementwise import options_of
 from elixir.wrapper.step.rules import ClassRule, Inputs, Rule
-from elixir.wrapper.step.states import SavedState, SavedStates, SmallStates, States, cut_segments
+from elixir.wrapper.step.segments import cut_segments
+from elixir.wrapper.step.states import SavedState, SavedStates, SmallStates, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 Make = Callable[..., torch.optim.Optimizer]

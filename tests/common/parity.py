@@ -198,6 +198,7 @@ class Pair:
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         after: bool = True,
         max_norm: float | None = None,
+        ema: float | None = None,
         plain: nn.Module | None = None,
         device: str | None = None,
         alike: bool = True,
@@ -220,7 +221,7 @@ class Pair:
         self.alike = alike
         self._one_kind = device == "cpu" or gpu.pretended()
         self.optimizer = ElixirOptimizer(
-            self.module, make(self.module.module) if built is None else built, max_norm=max_norm
+            self.module, make(self.module.module) if built is None else built, max_norm=max_norm, ema=ema
         )
 
     def __enter__(self) -> Pair:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elixir.errors import InputError
-from elixir.optimizer_states import is_copied
+from elixir.optimizer_states import averages, is_copied, matrix_states
 from elixir.plan.plan import Plan
 from elixir.search.problem.activation_trace import with_inputs_on_host
 from elixir.search.problem.coarse_trace import joined_trace, pass_trace
@@ -81,6 +81,8 @@ def setting_of(plan: Plan, ranks_per_host: int, device_kind: str) -> Setting:
         early_updates=plan.may_update_early,
         copied=is_copied(plan.optimizer, plan.moments),
         matrices=frozenset(plan.matrices),
+        matrix_states=matrix_states(plan.optimizer),
+        averages=averages(plan.optimizer),
         clipping=plan.clipping,
         frozen_weights=plan.frozen_weights,
         replicas=plan.replicas,

@@ -21,7 +21,6 @@ from elixir.optimizer_states import (
     FP32_BYTES,
     LARGEST_HOST_PIECE_NUMEL,
     LARGEST_PIECE_NUMEL,
-    MATRIX_STATES,
     STEP_TEMPORARY_BYTES,
     extent_bytes,
     master_bytes,
@@ -171,7 +170,7 @@ class MemoryModel:
         self.grad_shard_bytes: Ints = np.array([chunk.grad_bytes for chunk in chunks], dtype=np.int64) // ranks
         widths = [chunk.weight_bytes for chunk in chunks]
         counts = self.shard_numel.tolist()
-        sizes = [MATRIX_STATES if chunk.matrices else setting.states for chunk in chunks]
+        sizes = [setting.matrix_states if chunk.matrices else setting.states for chunk in chunks]
         states = [size.nbytes(n, width) for size, n, width in zip(sizes, counts, widths, strict=True)]
         masters = np.array([master_bytes(width) for width in widths], dtype=np.int64) * self.shard_numel
         self._states: Ints = np.array(states, dtype=np.int64) * self.trainable

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from elixir.optimizer_states import MomentKind, StateSize
+from elixir.optimizer_states import MATRIX_STATES, MomentKind, StateSize
 from elixir.plan.chunk_plan import FrozenHome, Home
 
 Ints = npt.NDArray[np.int64]
@@ -122,7 +122,11 @@ class Setting:
     copied: bool = False
     """Whether it copies the old ones first; see `elixir.optimizer_states.is_copied`."""
     matrices: frozenset[str] = frozenset()
-    """Names of the parameters that are stepped as whole matrices, with `elixir.optimizer_states.MATRIX_STATES`."""
+    """Names of the parameters that are stepped as whole matrices."""
+    matrix_states: StateSize = MATRIX_STATES
+    """Their states."""
+    averages: bool = False
+    """Whether an average of the weights is among all states."""
     clipping: bool = True
     """Whether the norm of all gradients is worked out before each step, which clipping needs, and loss scaling."""
     frozen_weights: FrozenHome = "host"

@@ -125,7 +125,9 @@ def room(trace: StepTrace, setting: Setting, budgets: Budgets) -> tuple[int, int
     machines = math.ceil(setting.world_size / setting.ranks_per_host)
     there = setting.world_size * budgets.device_bytes + machines * (budgets.host_bytes + budgets.disk_bytes)
     in_files = trace.frozen_bytes if setting.frozen_weights == "files" else 0
-    return trace.param_bytes - in_files + trace.state_bytes(setting.states, setting.matrices), there
+    return trace.param_bytes - in_files + trace.state_bytes(
+        setting.states, setting.matrices, setting.matrix_states
+    ), there
 
 
 def lacks_room(trace: StepTrace, setting: Setting, budgets: Budgets) -> int:

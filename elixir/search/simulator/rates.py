@@ -32,6 +32,8 @@ ADAM_TRAFFIC_BYTES: dict[MomentKind, int] = {
 }
 _IN_PLACE_BYTES = 14
 """Bytes of `ADAM_TRAFFIC_BYTES` without states."""
+AVERAGE_TRAFFIC_BYTES = 12
+"""Bytes per element of an average of the weights: it is read and written, and the new master read once more."""
 MATRIX_TRAFFIC_BYTES = 46
 """Bytes per element of a step over a matrix with float32 masters, without the products: the momentum is moved to the
 gradient (12), the direction made (12) and rounded (6), the weights decayed (8) and changed (10), less 2 with gradients
@@ -70,6 +72,11 @@ def adam_share(moments: MomentKind) -> float:
     return ADAM_TRAFFIC_BYTES["float32"] / ADAM_TRAFFIC_BYTES[moments]
 
 
+def average_share(setting: Setting) -> float:
+    """Seconds of a step on the host with an average of the weights over one without, by the bytes that they move."""
+    return 1.0 + AVERAGE_TRAFFIC_BYTES * setting.averages / ADAM_TRAFFIC_BYTES[setting.moments]
+
+
 def out_of_place_share(setting: Setting) -> float:
     """Seconds of a step that keeps the old states over one in place, by the bytes that cross the memory bus.
 
@@ -81,8 +88,8 @@ def out_of_place_share(setting: Setting) -> float:
     if not setting.copied and setting.moments != "8bit":
         return 1.0
     kept = setting.states.least_per_numel()
-    # The first of two passes with 8 bits reads the gradient and the codes once more.
-    in_place = _IN_PLACE_BYTES + 2 * kept + (4 if setting.moments == "8bit" else 0)
+    # The first of two passes with 8 bits reads the gradient and the codes once more; an average reads the master.
+    in_place = _IN_PLACE_BYTES + 2 * kept + 4 * ((setting.moments == "8bit") + setting.averages)
     return 1.0 + 3 * (MASTER_BYTES + kept) / in_place
 
 
@@ -257,11 +264,12 @@ class Rates:
         line = self._sustained(f"matmul.{'bfloat16' if known else self._dtype}.square")
         return float(line([matrix_flops(*shape) for shape in matrices]).sum())
 
-    def matrix_step(self, numel: npt.ArrayLike, *, on_host: bool) -> Floats:
-        """Seconds of the elementwise part of a step over matrices, by their elements."""
+    def matrix_step(self, numel: npt.ArrayLike, more_bytes: int = 0, *, on_host: bool) -> Floats:
+        """Seconds of the elementwise part of a step over matrices, by their elements, with so many more bytes each."""
+        traffic = MATRIX_TRAFFIC_BYTES + more_bytes
         if on_host:
-            return np.asarray(self.host_step(numel, 0) * MATRIX_TRAFFIC_BYTES / ADAM_TRAFFIC_BYTES["float32"])
-        return self.device_memory(MATRIX_TRAFFIC_BYTES * np.asarray(numel))
+            return np.asarray(self.host_step(numel, 0) * traffic / ADAM_TRAFFIC_BYTES["float32"])
+        return self.device_memory(traffic * np.asarray(numel))
 
     @property
     def number_s(self) -> float:

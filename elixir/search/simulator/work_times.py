@@ -17,7 +17,7 @@ from elixir.plan.matrices import owned_numel, slowest
 from elixir.schedule import EvictionPolicy, Schedule, ScheduleResult
 from elixir.search.problem.memory_model import MemoryModel
 from elixir.search.problem.placement import RESIDENT, STATES, Floats, Ints, Placement
-from elixir.search.simulator.rates import Rates, out_of_place_share
+from elixir.search.simulator.rates import AVERAGE_TRAFFIC_BYTES, Rates, average_share, out_of_place_share
 from elixir.step_trace import StepTrace
 
 LOAD, USE, OPEN, SEND, BACKWARD, ENTRY, MOVE, MOVED = range(8)
@@ -132,13 +132,16 @@ class WorkTimes:
         self.norm_s: list[float] = rates.device_memory(shard).tolist()
         """One reading of the gradients, for the norm that clipping needs."""
         # New weights return, or weights are fetched again, while the host steps other chunks.
-        self.host_adam_s: list[float] = rates.host_step(numel, shard).tolist()
-        early_s = rates.host_step(numel, 2 * shard) * out_of_place_share(self.model.setting)
+        share = average_share(self.model.setting)
+        self.host_adam_s: list[float] = (rates.host_step(numel, shard) * share).tolist()
+        early_s = rates.host_step(numel, 2 * shard) * share * out_of_place_share(self.model.setting)
         self.host_adam_early_s: list[float] = early_s.tolist()
         """The same seconds while gradients of other chunks come down as well, and the old states are kept."""
         self.turned_s = [0.0] * len(work.chunks)
         """Seconds that these take from compute on the device, whichever stream they are on, by chunk."""
-        self.device_adam_s: list[float] = rates.device_step(numel, self.rounded).tolist()
+        self._average_bytes = AVERAGE_TRAFFIC_BYTES * self.model.setting.averages
+        averaging_s = rates.device_memory(self._average_bytes * numel)
+        self.device_adam_s: list[float] = (rates.device_step(numel, self.rounded) + averaging_s).tolist()
         for c, chunk in enumerate(work.chunks):
             if chunk.matrices:
                 self._measure_matrices(rates, c, chunk.matrices)
@@ -155,8 +158,9 @@ class WorkTimes:
             most = DIRECTION_BYTES * owned_numel([(matrices, shard_numel)], ranks)
             device_s += 2 * float(rates.gather([most * ranks // (ranks - 1)]).sum())
         rounding_s = float(rates.device_memory(6 * numel).sum()) if self.rounded[c] else 0.0
-        self.device_adam_s[c] = float(rates.matrix_step(numel, on_host=False).sum()) + device_s + rounding_s
-        host_s = float(rates.matrix_step(numel, on_host=True).sum())
+        more_bytes = self._average_bytes
+        self.device_adam_s[c] = float(rates.matrix_step(numel, more_bytes, on_host=False).sum()) + device_s + rounding_s
+        host_s = float(rates.matrix_step(numel, more_bytes, on_host=True).sum())
         turned = DIRECTION_BYTES * numel
         turning_s = float((rates.fetch(turned) + rates.offload(turned)).sum()) + device_s
         parts, one_by_one = (host_s, turning_s), not rates.ahead or ranks > 1

@@ -46,6 +46,8 @@ def state_dict_bytes(
     model: nn.Module,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     only: Callable[[nn.Parameter], bool] | None = None,
+    *,
+    averaged: bool = False,
 ) -> int:
     """Bytes of the full state dicts of a model, and of optimizers, as they are under a plan: in float32 or wider.
 
@@ -53,6 +55,7 @@ def state_dict_bytes(
         model: plain.
         optimizers: of the model, not stepped yet.
         only: whether a parameter is in the model's state dict.
+        averaged: whether the optimizers keep an average of the weights.
     """
     total = 0
     for parameter in model.parameters():
@@ -64,6 +67,7 @@ def state_dict_bytes(
             states = state_size(family_of(optimizer))
         except ValueError:  # of whole matrices; all that cannot be planned for is refused later
             states = MATRIX_STATES
+        states = states.averaged if averaged else states
         for group in optimizer.param_groups:
             total += sum(states.nbytes(each.numel(), each.element_size()) for each in group["params"])
     return total

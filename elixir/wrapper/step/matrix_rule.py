@@ -34,7 +34,8 @@ from elixir.optimizer_states import DIRECTION_BYTES
 from elixir.plan.matrices import directions_numel, owned_numel, owners, part_of, room_bytes, stage_numel, stages
 from elixir.plan.plan import Plan
 from elixir.wrapper.step.rules import BY_CLASS, Inputs, MakesOptimizer, Rule
-from elixir.wrapper.step.states import Kind, Segment, States
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.states import Kind, States
 
 _WIDTH = torch.bfloat16
 _ROOMS: WeakKeyDictionary[Arena, MatrixRoom] = WeakKeyDictionary()

@@ -24,7 +24,8 @@ from elixir.kernels.adam.step import COPIED, adam_step
 from elixir.optimizer_states import BLOCK_NUMEL, MomentKind
 from elixir.torch_private import while_nothing_compiles
 from elixir.wrapper.step.elementwise import same_options, set_options
-from elixir.wrapper.step.states import ADAM_KINDS, SCALE_SUFFIX, Arrived, Kind, Segment, States, is_elementwise
+from elixir.wrapper.step.segments import Arrived, Segment
+from elixir.wrapper.step.states import ADAM_KINDS, SCALE_SUFFIX, Kind, States, is_elementwise
 
 # --- early update ----------------------------------------------------------------------------------------------------
 # `EarlyUpdate`: new states that CPU Adam computes during backward, before norm and loss scale are known.
@@ -42,7 +43,7 @@ def scales(factor: float | torch.Tensor) -> bool:
 
 
 Step = Callable[..., set[str]]
-"""`elixir.wrapper.step.rules.Rule.step`."""
+"""`elixir.wrapper.step.rules.Rule.step` into another set, with all that a step makes there."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class EarlyUpdate:
 
     Args:
         inputs: the inputs of the update, with all segments of the shard.
-        step: steps `old` into `new`: `Rule.step`.
+        step: steps `old` into `new`, as `Rule.step` does.
         old: the current states.
         new: takes the new ones.
         reads: memory of the gradients, and of the current states.

@@ -19,9 +19,11 @@ from elixir.errors import InputError, StateError
 from elixir.hardware.process_memory import give_back_freed
 from elixir.memory_order import shaped
 from elixir.models.quantised import flat
+from elixir.optimizer_states import AVERAGE
 from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.rules import BY_CLASS, EarlyUpdate, Inputs, Rule
-from elixir.wrapper.step.states import Arrived, Find, Kind, Segment, States, cut_segments, own_ranges
+from elixir.wrapper.step.segments import Arrived, Segment, cut_segments, own_ranges
+from elixir.wrapper.step.states import Find, Kind, States
 from elixir.wrapper.step.user_optimizer import UserOptimizer
 
 
@@ -205,7 +207,9 @@ class SteppedShard:
         """Steps the states."""
         weights = chunk.shard if self._separate and chunk.plan.weight_home == "host" else None
         segments, make = cut_segments(chunk, master, user.group_of), _maker(engine.arena, chunk, "optimizer_states")
-        kinds = self.rule.kinds(master.dtype, {segment.group for segment in segments})
+        kinds = dict(self.rule.kinds(master.dtype, {segment.group for segment in segments}))
+        if user.decay is not None:
+            kinds[AVERAGE] = Kind(master.dtype)
         if before is not None and before.may_stay(chunk, self.rule, kinds):
             self.states: States = before.states
             self.states.point_to(master, weights)
@@ -249,7 +253,7 @@ class SteppedShard:
     @property
     def skips_without_gradients(self) -> bool:
         """Whether a step without gradients does nothing."""
-        return self.rule.is_predictable or not self.segments
+        return (self.rule.is_predictable and not self.states.averaged) or not self.segments
 
     @property
     def accepts_tensor_factor(self) -> bool:
@@ -304,11 +308,37 @@ class SteppedShard:
         out = staged
         if self._writes_itself:
             out = self.chunk.shard_weights if states.weights is None else states.weights
+        self.begin_average(states, inputs)
         forms = self.rule.step(states, inputs, out)
+        self.average(states)
         if BY_CLASS in forms and out is not None:
             self._copy(inputs.arrived, states.master, out)
         if self.chunk.plan.update_home == "host":
             self._engine.host_forms.extend(forms)
+
+    def begin_average(self, states: States, inputs: Inputs) -> None:
+        """Prepares the averages of weights for a step, if there are any; for arguments see `step`."""
+        if self._user.decay is not None:
+            arrived = [segment for segment, _ in inputs.arrived]
+            states.begin_average(arrived if self.rule.is_predictable else states.segments)
+
+    def average(self, states: States) -> None:
+        """Takes the new weights of a step into their averages, if there are any, where the states live."""
+        if self._user.decay is not None:
+            states.average(self._user.decay)
+
+    def _step_into(self, states: States, inputs: Inputs, weight_out: torch.Tensor | None, into: States) -> set[str]:
+        forms = self.rule.step(states, inputs, weight_out, into)
+        if self._user.decay is not None:
+            into.average(self._user.decay, states)
+        return forms
+
+    def fill_averages(self, out: torch.Tensor) -> None:
+        """Copies the averages of weights into a flat shard, which has the weights of all others. The chunk must be in
+        memory (`Chunk.in_memory`)."""
+        for segment in self.segments:
+            if segment.place in self.states.averaged:
+                out[segment.part].copy_(self.states.part(AVERAGE, segment))
 
     @property
     def _writes_itself(self) -> bool:
@@ -361,7 +391,7 @@ class SteppedShard:
                 f"rank {self.chunk.rank}: chunk {self.chunk.index} has no second set of states that is free"
             )
         reads = self.gradients.memory, self.chunk.states
-        self._early = EarlyUpdate(inputs, self.rule.step, self.states, self.second, reads)
+        self._early = EarlyUpdate(inputs, self._step_into, self.states, self.second, reads)
         return self._early
 
     def end_early(self, inputs: Inputs | None) -> EarlyUpdate | None:

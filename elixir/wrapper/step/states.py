@@ -3,96 +3,28 @@
 Elementwise states of a kind, such as ``exp_avg``, lie in one flat tensor, in the order in which the shard has the
 elements, wherever the shard's states live. Counts of steps and other numbers belong to a parameter as a whole. A rule
 (`elixir.wrapper.step.rules`) says which kinds there are, and steps them. All that saves, loads, moves or copies states
-does it here, whatever the rule. A `Segment` is the part of one parameter in a shard.
+does it here, whatever the rule. An average of the weights (`AVERAGE`) is one more kind, next to those of the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from elixir.checkpoint_format.slices import scalar_state
-from elixir.chunk.chunk import Chunk, ShardPart
+from elixir.chunk.chunk import ShardPart
 from elixir.chunk.memory import Count, Memory
 from elixir.chunk.state_window import MASTERS, StoredStates
 from elixir.errors import InputError
 from elixir.kernels.adam.moments import Moments, read_moments, write_moments
 from elixir.memory_order import Order
-from elixir.optimizer_states import check_kind
+from elixir.optimizer_states import AVERAGE, check_kind
 from elixir.units import dtype_name
-
-# --- segments --------------------------------------------------------------------------------------------------------
-# Segments: the parts of parameters that make up a rank's shard of a chunk.
-
-
-@dataclass
-class Segment:
-    """The part of one parameter inside this rank's shard."""
-
-    held: ShardPart
-    """Its place in the parameter, in the chunk and in the shard."""
-    group: int
-    weights: nn.Parameter
-    """The flat tensor that is stepped: a part of the master weights, or of the weights themselves."""
-    version: int
-    """The version of the parameter when the segment was created."""
-
-    def __post_init__(self) -> None:
-        slot, part = self.held.slot, self.held.part
-        self.slot, self.name, self.source = slot, slot.name, slot.parameter
-        self.place, self.first, self.part, self.start = self.held.place, self.held.first, part, part.start
-
-
-Arrived = list[tuple[Segment, torch.Tensor]]
-"""The segments that got a gradient, each with it."""
-
-
-def cut_segments(chunk: Chunk, master: torch.Tensor, group_of: Mapping[nn.Parameter, int]) -> list[Segment]:
-    """The segments of this rank's shard that an optimizer steps, in order.
-
-    Args:
-        chunk: of the shard.
-        master: the flat shard of weights or masters.
-        group_of: the optimizer's parameters, with the number of their group.
-    """
-    segments = []
-    for held in chunk.held.values():
-        parameter = held.slot.parameter
-        if parameter in group_of and parameter.requires_grad:
-            weights = nn.Parameter(master[held.part], requires_grad=True)
-            segments.append(Segment(held, group_of[parameter], weights, parameter._version))
-    return segments
-
-
-def own_ranges(chunk: Chunk, group_of: Mapping[nn.Parameter, int]) -> list[slice]:
-    """The ranges of this rank's shard with parameters of an optimizer, frozen ones included, in order.
-
-    A gap between parameters belongs to the parameter before it. So several optimizers that have all parameters of the
-    shard divide it, and together keep as much as one would.
-
-    Args:
-        chunk: of the shard.
-        group_of: the optimizer's parameters, with the number of their group.
-    """
-    ranges: list[slice] = []
-    start, held = 0, list(chunk.held.values())
-    for each, after in zip_longest(held, held[1:]):  # a shard of padding alone holds none
-        stop = chunk.shard_numel if after is None else after.part.start
-        if each.slot.parameter in group_of:
-            joins = bool(ranges) and ranges[-1].stop == start
-            ranges.append(slice(ranges.pop().start if joins else start, stop))
-        start = stop
-    return ranges
-
-
-# --- states ----------------------------------------------------------------------------------------------------------
-
+from elixir.wrapper.step.segments import Segment
 
 SCALE_SUFFIX = "_scale"
 """Kind of the scales of 8-bit codes: ``exp_avg`` -> ``exp_avg_scale``."""
@@ -256,6 +188,8 @@ class States:
         """The optimizer of the user's class that steps the segments, if one does."""
         self.by_weights: MutableMapping[torch.Tensor, dict[str, Any]] = {}
         """Weights of a segment -> its numbers, and for a class its elementwise states, in torch's form."""
+        self.averaged: set[int] = set()
+        """Places of the segments that have an average of their weights."""
         if stored is not None:
             for segment in segments:
                 stored.show(self, segment.weights, MASTERS, segment.start)
@@ -296,7 +230,9 @@ class States:
         kind = self.kinds["exp_avg"]
         form = check_kind("8bit" if kind.block > 1 else dtype_name(kind.dtype))
         return Moments(
-            form, **{each: self.tensor(each) for each in self.kinds}, first=self._without_states[segment.place]
+            form,
+            **{each: self.tensor(each) for each in self.kinds if each != AVERAGE},
+            first=self._without_states[segment.place],
         )
 
     def _region(self, kind: str) -> str:
@@ -335,17 +271,19 @@ class States:
 
     def has_stepped(self, segment: Segment) -> bool:
         """Whether a segment has been stepped; states that were only created ahead do not count."""
+        if segment.place in self.averaged:
+            return True
         state = self.state_of(segment)
         step = state.get("step")
         return bool(state) and (step is None or bool(step > 0))
 
     def kinds_of(self, segment: Segment) -> list[str]:
         """The kinds of elementwise states of a segment."""
-        state = self.state_of(segment)
+        state, average = self.state_of(segment), [AVERAGE] if segment.place in self.averaged else []
         if self.optimizer is None:
-            return list(self.kinds) if state else []
+            return [kind for kind in self.kinds if state and kind != AVERAGE] + average
         views = {kind: self._views.get((kind, segment.place)) for kind in self.kinds}
-        return [kind for kind, view in views.items() if view is not None and state.get(kind) is view]
+        return [kind for kind, view in views.items() if view is not None and state.get(kind) is view] + average
 
     @property
     def can_copy(self) -> bool:
@@ -376,9 +314,12 @@ class States:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, segment: Segment, kinds: Iterable[str], numbers: Mapping[str, Any]) -> None:
+    def put(self, segment: Segment, kinds: Collection[str], numbers: Mapping[str, Any]) -> None:
         """Gives a segment states: those of some kinds, with what lies in their memory, and numbers."""
-        state = {kind: self._view(kind, segment) for kind in kinds} if self.optimizer is not None else {}
+        mine = [kind for kind in kinds if kind != AVERAGE]  # no class finds the average
+        if AVERAGE in kinds:
+            self.averaged.add(segment.place)
+        state = {kind: self._view(kind, segment) for kind in mine} if self.optimizer is not None else {}
         group = {} if self.optimizer is None else self.optimizer.param_groups[segment.group]
         for kind, value in numbers.items():
             state[kind] = value
@@ -434,10 +375,36 @@ class States:
         theirs = {segment.place: segment for segment in other.segments}
         for segment in self.segments:
             source = theirs.get(segment.place)
-            if source is None or source.weights not in other.by_weights:
-                self.by_weights.pop(segment.weights, None)
-            else:
+            self._drop(segment)
+            if source is not None and (source.weights in other.by_weights or source.place in other.averaged):
                 self.put(segment, other.kinds_of(source), other.numbers(source))
+
+    def _drop(self, segment: Segment) -> None:
+        """Forgets the states of a segment, whose memory stays."""
+        self.by_weights.pop(segment.weights, None)
+        self.averaged.discard(segment.place)
+
+    def begin_average(self, segments: Iterable[Segment]) -> None:
+        """Gives segments that have none an average: their weights, before a step changes them."""
+        for segment in segments:
+            if segment.place not in self.averaged:
+                self.part(AVERAGE, segment).copy_(segment.weights.detach())
+                self.averaged.add(segment.place)
+
+    def average(self, decay: float, old: States | None = None) -> None:
+        """Takes new weights into their averages, parameter by parameter, as `torch.optim.swa_utils` does.
+
+        Args:
+            decay: the share of the average that stays.
+            old: the set before an early update, whose averages stay as they are; None: these.
+        """
+        before = self if old is None else old
+        for mine, theirs in zip(self.segments, before.segments, strict=True):
+            begun = theirs.place in before.averaged
+            if begun or old is not None:
+                average = before.part(AVERAGE, theirs) if begun else theirs.weights.detach()
+                torch.lerp(average, mine.weights.detach(), 1.0 - decay, out=self.part(AVERAGE, mine))
+                self.averaged.add(mine.place)
 
     def become(self, other: States) -> None:
         """Takes master and states of another set, in memory of the same form."""
@@ -472,11 +439,11 @@ class States:
             wait: waits for all that `SavedState.fill` has begun; raises what went wrong with it.
         """
         notes: set[str] = set()
-        found = {segment.place: find(segment.name) for segment in self.segments}
+        found = {segment.place: self._average_noted(find(segment.name), notes) for segment in self.segments}
         for tensor in self.tensors.values():
             tensor.zero_()
         for segment in self.segments:
-            self.by_weights.pop(segment.weights, None)
+            self._drop(segment)
             saved = found[segment.place]
             if saved is None:
                 continue
@@ -488,6 +455,17 @@ class States:
                 self.put(segment, saved.tensors, self._as_kept(segment, saved.numbers))
         wait()
         return notes
+
+    def _average_noted(self, saved: SavedStates | None, notes: set[str]) -> SavedStates | None:
+        """Saved states without an average that is not kept here; notes that, and an average that is not there."""
+        kept, there = AVERAGE in self.kinds, saved is not None and AVERAGE in saved.tensors
+        if saved is None or kept == there:
+            return saved
+        if kept:
+            notes.add("no average of the weights was saved, so that it begins with the weights before the next step")
+            return saved
+        notes.add("the average of the weights that was saved is left out, since this run keeps none (ema=)")
+        return saved._replace(tensors={kind: each for kind, each in saved.tensors.items() if kind != AVERAGE})
 
     def _fill(self, segment: Segment, saved: Mapping[str, SavedState], wait: Callable[[], None]) -> set[str]:
         """Fills the states of a segment; returns notes on those that are kept in another form."""
@@ -501,8 +479,9 @@ class States:
                 what = "moments" if kind in ADAM_KINDS else f"states '{kind}'"
                 notes.add(f"{what} saved in {each.form} are kept in {form} here, to the nearest value")
             if encodes:
-                self._encode(segment, mine, wait)
-                break
+                if kind == ADAM_KINDS[0]:  # both moments together
+                    self._encode(segment, mine, wait)
+                continue
             each.fill(segment.first, self.part(kind, segment))
             if own.block > 1 and each.scales is not None:
                 scales = kind + SCALE_SUFFIX

@@ -36,6 +36,7 @@ class Stepper:
         max_norm: the limit of the gradient norm; 0 for no clipping.
         host_threads: see `ElixirOptimizer`.
         changing: the result of `check_optimizer`.
+        decay: see `UserOptimizer`.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Stepper:
         max_norm: float,
         host_threads: int | None,
         changing: frozenset[str],
+        decay: float | None = None,
     ) -> None:
         self._engine = engine
-        self.user = UserOptimizer(given, groups, engine, changing)
+        self.user = UserOptimizer(given, groups, engine, changing, decay)
         self.check_plan(engine.plan)
         self.shards = SteppedShards(engine, self.user)
         self.gradients = StepGradients(engine, self.user, self.shards)
@@ -93,6 +95,15 @@ class Stepper:
     def wants_norm(self) -> bool:
         """Whether the next step needs the norm of the gradients, as far as can be known during backward."""
         return self.norm.is_wanted
+
+    @property
+    def averages(self) -> bool:
+        """See `AnyStepper`."""
+        return self.user.decay is not None
+
+    def fill_averages(self, chunk: Chunk, out: torch.Tensor) -> None:
+        """See `AnyStepper`."""
+        self.shards[chunk.index].fill_averages(out)
 
     def follow_writes(self) -> None:
         """Copies writes to resident weights since the last step to the masters, as the next step would."""

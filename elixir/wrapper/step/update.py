@@ -70,11 +70,13 @@ def update_together(together: Sequence[tuple[SteppedShard, Inputs]]) -> None:
         calls = []
         for shard, inputs in together:
             _before_compute(shard)
+            shard.begin_average(shard.states, inputs)
             call = shard.rule.prepare(shard.states, inputs.multiplied(shard.states.master.dtype), given)
             calls += [] if call is None else [call]
         for call in calls[:1]:
             call()
     for shard, inputs in together:
+        shard.average(shard.states)
         shard.copy_out(inputs.arrived)()
 
 

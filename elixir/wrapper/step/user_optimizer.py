@@ -21,7 +21,7 @@ from elixir.kernels import HybridAdam
 from elixir.kernels.adam.adam_rule import group_options
 from elixir.kernels.adam.step import Combination, kernel_for
 from elixir.kernels.muon import check_rule, matrix_rule
-from elixir.optimizer_states import MomentKind
+from elixir.optimizer_states import AVERAGE, MomentKind, averages, with_average, without_average
 from elixir.plan.plan import Plan
 from elixir.torch_private import tree_map, while_nothing_compiles
 from elixir.units import dtype_name
@@ -29,7 +29,8 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.elementwise import Rehearsal, check_elementwise, check_positions, options_of, same_options
 from elixir.wrapper.step.matrix_rule import Exchange, MatrixRoom, MatrixRule
 from elixir.wrapper.step.rules import AdamRule, ClassRule, Rule
-from elixir.wrapper.step.states import Kind, Segment, is_elementwise
+from elixir.wrapper.step.segments import Segment
+from elixir.wrapper.step.states import Kind, is_elementwise
 
 HOW = ("foreach", "fused", "capturable", "differentiable", "moments")
 """Options that say how a step is computed, not its result: loading a state dict keeps those of this run."""
@@ -47,6 +48,7 @@ class UserOptimizer:
         groups: returns its current groups.
         engine: the engine of the chunks.
         changing: the options that its step changes by itself; see `check_optimizer`.
+        decay: the share of the averages of weights that each step keeps; None: there are none.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class UserOptimizer:
         groups: Callable[[], list[dict[str, Any]]],
         engine: Engine,
         changing: frozenset[str] = frozenset(),
+        decay: float | None = None,
     ) -> None:
-        self.given = given
+        self.given, self.decay = given, decay
         self._shared: torch.optim.Optimizer | None = None  # steps all shards on the device in one call
         self._groups, self._engine = groups, engine
         self._changing, self._rule = changing, matrix_rule(given)
@@ -79,13 +82,14 @@ class UserOptimizer:
         self._members = f"{type(given).__name__} {zlib.crc32(repr(numbers).encode()):08x}"
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses a plan that steps other parameters as whole matrices than this optimizer, or with other moments.
+        """Refuses a plan that steps other parameters as whole matrices than this optimizer, or with other states.
 
         Raises:
             InputError: the message says what to do instead.
         """
         if self._rule is None:
             check_moments(self.given, self.fusible, plan.moments)
+        check_average(self.decay, plan.optimizer)
         whole, mine = set(plan.matrices), {slot.name for slot in self._slots if slot.parameter in self.group_of}
         wrong = sorted(mine - whole if self._rule is not None else mine & whole)
         if wrong:
@@ -124,6 +128,7 @@ class UserOptimizer:
             clip_limit: the limit of the gradient norm.
         """
         said = {"the groups of its parameters": self._members, "the limit of the norm": str(clip_limit)}
+        said["ema"] = str(self.decay)
         for index, group in enumerate(self._groups()):
             # Only options of the class; others may be anything. Reading one on a device would wait for it.
             own = {key: group[key] for key in self.given.defaults if key in group}
@@ -197,6 +202,11 @@ class UserOptimizer:
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), while_nothing_compiles():
                 optimizer.step()
             for kind, value in optimizer.state.get(weights, {}).items():
+                if kind == AVERAGE:
+                    raise InputError(
+                        f"{type(self.given).__name__} keeps a state {kind!r}, the name of Elixir's average of the "
+                        "weights; have it call that otherwise"
+                    )
                 if is_elementwise(kind, value, weights):
                     self._refuse_two_dtypes(kind, found.setdefault(kind, Kind(value.dtype)), Kind(value.dtype))
                 else:
@@ -370,6 +380,28 @@ def check_moments(optimizer: torch.optim.Optimizer, fusible: bool, moments: Mome
             f"the plan keeps Adam's moments in {moments}, with which torch.optim.Adam, torch.optim.AdamW and "
             "HybridAdam are stepped, without amsgrad and differentiable; give one of these, or plan with "
             "moments='float32'"
+        )
+
+
+def check_average(decay: float | None, optimizer: str) -> None:
+    """Refuses a plan that counts an average of the weights which is not kept, or the other way round.
+
+    Args:
+        decay: of the average; None: none is kept.
+        optimizer: of the plan, by its `elixir.optimizer_states.optimizer_name`.
+
+    Raises:
+        InputError: the message says what to do.
+    """
+    if decay is not None and not averages(optimizer):
+        raise InputError(
+            f"the plan is for {optimizer}, and counts no average of the weights, which takes 4 bytes of each trained "
+            f"weight: plan with optimizer_type={with_average(optimizer)!r}, or with elixir.wrap(..., ema={decay})"
+        )
+    if decay is None and averages(optimizer):
+        raise InputError(
+            f"the plan is for {optimizer}, and counts an average of the weights: give ema=0.999, the share of it that "
+            f"each step keeps, or plan with optimizer_type={without_average(optimizer)!r}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from elixir.wrapper.step.states import (
 )
 from elixir.wrapper.step.stepper import Stepper
 from elixir.wrapper.step.user_optimizer import take_options
+
+logger = logging.getLogger(__name__)
 
 
 def whole_states(engine: Engine, stepper: Stepper, groups: Sequence[dict[str, Any]], *, wanted: bool) -> dict[str, Any]:
@@ -116,10 +119,13 @@ def load_whole_states(
     for rank, answer in enumerate(answers):
         if answer is not None:
             raise InputError(f"rank {rank}: {answer}")
+    notes: set[str] = set()
     for shard in stepper.shards:
         shard.chunk.about_to_write()
         with shard.chunk.in_memory(write=True):
-            shard.load(find, lambda: None)
+            notes |= shard.load(find, lambda: None)
+    for note in sorted(notes):
+        logger.info("load_state_dict() of an optimizer: %s", note)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)
 
