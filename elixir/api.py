@@ -236,7 +236,7 @@ class _Question:
     for_module: dict[str, Any]
     """Arguments of `ElixirModule`."""
     decay: float | None
-    """Of an average of the weights; None: none is kept."""
+    """The share of an average of the weights that each step keeps; None: there is none."""
     checked: bool
     """Whether two steps are taken first where everything is streamed."""
 

@@ -61,7 +61,7 @@ def export_hf(
         max_shard_size: of one file, such as ``5GB``; a larger tensor gets a separate file.
         config: for ``config.json``: a transformers config, a dict, or the path of a ``config.json``. None: none is
             written.
-        ema: write the averages of weights (`ElixirOptimizer`) in their place, where there are any.
+        ema: write the averages of weights (`ElixirOptimizer`) in their place, if there are any.
         files: the file operations it uses.
 
     Returns:

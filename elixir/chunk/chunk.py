@@ -205,6 +205,8 @@ class Chunk:
         """The gathered weights of a resident chunk."""
         self.shown: torch.Tensor | None = None
         """Memory that the parameters point to, in any state, while they are shown outside of a step."""
+        self.kept: torch.Tensor | None = None
+        """The shard of weights while `shard` has other values, which are only read; see `stand_in`."""
         self.masters: torch.Tensor | None = None
         """Master weights, which the optimizer steps instead of the weights: this rank's shard, at the home of the
         states, in float32 or wider. None where the weights themselves are there and no less precise. Look at the values
@@ -406,7 +408,7 @@ class Chunk:
 
     def follow_writes(self) -> None:
         """Lets masters take the weights that were written to, which are no longer what their masters round to."""
-        if self.masters is None:
+        if self.masters is None or self.kept is not None:
             return
         if self.stored is None and self.masters.device.type == "cpu" and not self._were_written(self.masters).any():
             return  # new states that are being made of the masters stay right
@@ -416,6 +418,11 @@ class Chunk:
                 return  # nothing to write back to the disk
             with self.in_memory(write=True):
                 _follow(self.masters, self.shard_weights)
+
+    def stand_in(self, shard: torch.Tensor | None) -> None:
+        """Makes loads read `shard`, such as averages of the weights, in place of the shard at home; None ends it. Lanes
+        must be at rest, and blocks empty."""
+        self.kept, self.shard = (None, self.kept) if shard is None else (self.shard, shard)
 
     def _were_written(self, masters: torch.Tensor) -> torch.Tensor:
         """Compares by element: whether the shard of weights is not what the masters round to."""

@@ -468,7 +468,7 @@ class Engine:
         self.refuse_in_pass("step()")
         self.forget_failed_backward()
         self.errors.refuse_failed()
-        if self.uses.gathered:
+        if self.uses.shows_other_memory:
             raise InputError("an optimizer cannot step inside gathered(); leave it first")
 
     def refuse_stale(self) -> None:

@@ -266,7 +266,9 @@ class ElixirModule(nn.Module):
 
         With `ema` they are the averages that an `ElixirOptimizer` keeps, and the weights of parameters that have none,
         frozen ones and those not stepped yet. ``state_dict()``, ``save_pretrained()`` and, under `torch.no_grad`, the
-        model itself use them; afterwards the weights are as before.
+        model itself use them; afterwards the weights are as before. ``gathered([], ema=True)`` shows no parameter and
+        does the same within the device's budget: streamed averages wait where their weights live, which takes as much
+        again there.
 
         Raises:
             InputError: `parameters` are not all parameters of this model; or with `ema`, nobody keeps an average, or it
@@ -298,7 +300,7 @@ class ElixirModule(nn.Module):
         engine = self._engine
         engine.refuse_unusable()
         engine.refuse_inside("rehome()")
-        if engine.uses.gathered or engine.holds_gradients():
+        if engine.uses.shows_other_memory or engine.holds_gradients():
             raise InputError("rehome() is for between zero_grad() and the next forward, outside of gathered()")
         # Runs on the network's lane, after its pending work, which is the same on all ranks. This thread waits for all
         # answers.
@@ -504,7 +506,7 @@ class ElixirModule(nn.Module):
         if engine.has_plan:
             engine.refuse_inside("close()")
             engine.refuse_in_pass("close()")
-            if engine.uses.gathered:
+            if engine.uses.shows_other_memory:
                 raise InputError("close() is for outside of gathered(); leave it first")
         unsaved: Exception | None = None if engine.state_reader is None else engine.state_reader.close()
         with contextlib.ExitStack() as after:

@@ -159,7 +159,7 @@ class TrainingStates:
             else:
                 engine.drain()  # only weights are read, which any failure allows
         engine.refuse_inside(what)
-        if engine.uses.gathered:
+        if engine.uses.shows_other_memory:
             raise InputError(f"{what} is for outside of gathered(); leave it first")
         if engine.unstepped:
             raise InputError(

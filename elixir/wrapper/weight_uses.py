@@ -154,7 +154,7 @@ class WeightUses(AccessListener):
         self.gathered: dict[int, frozenset[nn.Parameter]] = {}
         """By chunk that `ElixirModule.gathered` shows, the parameters that may be written to."""
         self.averaged: bool | None = None
-        """Whether all averages of weights are shown in their place, or some; None: they are not."""
+        """Whether the model runs with averages of weights in their place, or shows only some; None: neither."""
         self.warned_of_size = False
         """Whether it was said that `ElixirModule.gathered` took more than the device's budget."""
         self.saving = False
@@ -225,6 +225,11 @@ class WeightUses(AccessListener):
         """Unpins what a function has read outside of all modules and nodes."""
         if pins:
             self._cache.unpin(pins)
+
+    @property
+    def shows_other_memory(self) -> bool:
+        """Whether weights, or averages, are shown by `ElixirModule.gathered`."""
+        return bool(self.gathered) or self.averaged is not None
 
     def _acquire(self, streamed: list[int], *, outside: bool = False) -> None:
         if functorch_level() is not None:
@@ -335,7 +340,8 @@ class WeightUses(AccessListener):
             chunk, _ = self._places[parameter]
             if parameter in self.gathered.get(chunk.index, ()):
                 continue
-            if not (inside and alike) or chunk.index in self.gathered or not chunk.may_be_written_inside:
+            stays = chunk.index in self.gathered or self.averaged is not None
+            if not (inside and alike) or stays or not chunk.may_be_written_inside:
                 way = "do it inside `with model.gathered(parameters, write=True)`"
                 if function in RENORMALISE:
                     way = f"leave max_norm= out, and between steps {way}: weight.copy_(weight.renorm(2, 0, max_norm))"

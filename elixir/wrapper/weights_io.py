@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 def whole(engine: Engine, chunk: Chunk, precise: bool = False, copy: bool = True) -> torch.Tensor:
     """The gathered weights of a chunk on the device; with `precise`, its masters if it has any. See `gathered`."""
+    if precise and engine.uses.averaged and chunk.plan.trainable:
+        return averaged(engine, chunk, precise=True)
     if chunk.shown is not None:
-        rounded = precise and engine.uses.averaged and has_wide_masters(chunk)
-        return averaged(engine, chunk, precise=True) if rounded else chunk.shown
+        return chunk.shown
     found = precisely(engine, chunk, copy)[0] if precise else gathered(engine, chunk, copy=copy)
     return chunk.with_moved(found) if engine.is_ordinary(chunk) else found
 
@@ -85,19 +86,24 @@ def gathered(engine: Engine, chunk: Chunk, shard: torch.Tensor | None = None, co
 
 def averaged(engine: Engine, chunk: Chunk, *, precise: bool = False) -> torch.Tensor:
     """The gathered averages of a chunk's weights on the device, in separate memory, with the weights of parameters that
-    have none: in the dtype of the weights, or with `precise` in that of the masters.
+    have none: in the dtype of the weights, or with `precise` in that of the masters."""
+    mine = _averaged_shard(engine, chunk)
+    mine = mine if precise else mine.to(chunk.dtype)
+    return gathered(engine, chunk, mine, copy=not chunk.on_one_rank).to(engine.device)
+
+
+def _averaged_shard(engine: Engine, chunk: Chunk) -> torch.Tensor:
+    """This rank's part of `averaged`, where and as its masters are.
 
     Raises:
         DiskError, NoMemoryError: they live on a disk, and cannot be read.
     """
     with chunk.in_memory():
         chunk.follow_writes()
-        masters = chunk.shard_weights if chunk.masters is None else chunk.masters
-        mine = masters.clone()
+        mine = (chunk.shard_weights if chunk.masters is None else chunk.masters).clone()
         for stepper in engine.steppers:
             stepper.fill_averages(chunk, mine)
-    mine = mine if precise else mine.to(chunk.dtype)
-    return gathered(engine, chunk, mine, copy=not chunk.on_one_rank).to(engine.device)
+    return mine
 
 
 # --- gathered --------------------------------------------------------------------------------------------------------
@@ -123,23 +129,36 @@ def shown(engine: Engine, wanted: Wanted, write: bool, ema: bool = False) -> Ite
     uses, parameters = engine.uses, _of_model(engine, wanted)
     _check_average(engine, write=write, ema=ema)
     engine.settle_together("gathered()")
-    opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
-    before, averaged_before = dict(uses.gathered), uses.averaged
-    moved = _moved_by_user(engine)
+    stand_ins: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if ema and parameters is not None and not parameters:
+        stand_ins = _averages_standing_in(engine)
+        parameters = {slot.parameter for chunk in engine.chunks if _is_resident(chunk) for slot in chunk.slots}
     by_chunk = [
         (chunk, [slot for slot in chunk.slots if parameters is None or slot.parameter in parameters])
         for chunk in engine.chunks
     ]
-    _warn_of_size(engine, [chunk for chunk, asked in by_chunk if asked and chunk.shown is None])
+    asked = [(chunk, slots) for chunk, slots in by_chunk if slots]
+    _warn_of_size(engine, [chunk for chunk, _ in asked if chunk.shown is None])
+    with stand_ins, _shown(engine, asked, write=write, ema=ema):
+        if ema:
+            trained = (each for each in by_chunk if each[0].plan.trainable and each[0].kept is None)
+            uses.averaged = all(len(slots) == len(chunk.slots) for chunk, slots in trained)
+        yield
+
+
+@contextlib.contextmanager
+def _shown(engine: Engine, asked: Sequence[tuple[Chunk, list[Slot]]], *, write: bool, ema: bool) -> Iterator[None]:
+    opened: list[tuple[Chunk, torch.Tensor, list[Slot]]] = []
+    uses = engine.uses
+    before, averaged_before = dict(uses.gathered), uses.averaged
+    moved = _moved_by_user(engine)
     try:
-        for chunk, asked in by_chunk:
-            if not asked:
-                continue
+        for chunk, slots in asked:
             if write:
                 chunk.about_to_write()  # before versions change, at which a checkpoint would raise
             memory = chunk.shown
             if memory is None:  # otherwise another `gathered` around this one holds it
-                memory = _with_averages(engine, chunk, asked) if ema else whole(engine, chunk)
+                memory = _with_averages(engine, chunk, slots) if ema else whole(engine, chunk)
                 if memory is chunk.weights:
                     # Writes must not reach the weights before the end, and without `write` never; writes through `data`
                     # are not announced.
@@ -147,18 +166,16 @@ def shown(engine: Engine, wanted: Wanted, write: bool, ema: bool = False) -> Ite
                 chunk.point_into(memory)
                 chunk.show_attributes(memory)
                 chunk.shown = memory
-            opened.append((chunk, memory, asked))
-            writable = {slot.parameter for slot in asked} if write else set()
+            opened.append((chunk, memory, slots))
+            writable = {slot.parameter for slot in slots} if write else set()
             uses.gathered[chunk.index] = before.get(chunk.index, frozenset()) | writable
-        if ema:
-            uses.averaged = all(len(asked) == len(chunk.slots) for chunk, asked in by_chunk if chunk.plan.trainable)
         yield
         if write:
             engine.cache.invalidate()  # a forward inside of the context may have fetched old weights
             take_back(opened)
-            for chunk, memory, asked in opened:
-                chunk.take(memory, asked)
-                for slot in asked:
+            for chunk, memory, slots in opened:
+                chunk.take(memory, slots)
+                for slot in slots:
                     moved.pop(slot.parameter, None)
     finally:
         uses.gathered, uses.averaged = before, averaged_before
@@ -167,11 +184,33 @@ def shown(engine: Engine, wanted: Wanted, write: bool, ema: bool = False) -> Ite
             parameter.data = data
 
 
+def _is_resident(chunk: Chunk) -> bool:
+    """Whether a trained chunk has no home but its gathered weights."""
+    return chunk.plan.trainable and chunk.shard is None
+
+
+@contextlib.contextmanager
+def _averages_standing_in(engine: Engine) -> Iterator[None]:
+    """Streamed weights that are trained are loaded from copies of their averages, at the home of the weights."""
+    try:
+        for chunk in engine.chunks:
+            if chunk.plan.trainable and chunk.shard is not None:
+                pinned = chunk.shard.device.type == "cpu" and chunk.shard.is_pinned()
+                averages = torch.empty_like(chunk.shard, pin_memory=pinned).copy_(_averaged_shard(engine, chunk))
+                chunk.stand_in(averages)
+        yield
+    finally:
+        engine.settle_quietly()  # blocks have averages, and loads may be reading them
+        for chunk in engine.chunks:
+            if chunk.kept is not None:
+                chunk.stand_in(None)
+
+
 def _check_average(engine: Engine, *, write: bool, ema: bool) -> None:
     """Raises `InputError` if weights and their averages would be taken for each other."""
     if write and (ema or engine.uses.averaged is not None):
         raise InputError("gathered(ema=True) shows averages for reading, and write=True would make them the weights")
-    if ema and engine.uses.gathered:
+    if ema and engine.uses.shows_other_memory:
         raise InputError("gathered(ema=True) is for outside of another gathered(), whose values it would replace")
     if ema and not any(stepper.averages for stepper in engine.steppers):
         raise InputError(
@@ -202,7 +241,8 @@ def _warn_of_size(engine: Engine, chunks: Sequence[Chunk]) -> None:
         if engine.group.rank == 0:
             logger.warning(
                 "gathered() shows %s of weights at once, and the device budget of %s leaves %s: show them in parts, "
-                "`for name, p in model.named_parameters(): with model.gathered([p]): ...` (said once)",
+                "`for name, p in model.named_parameters(): with model.gathered([p]): ...`, or run the model with "
+                "averages by gathered([], ema=True) (said once)",
                 readable_bytes(nbytes, up=True),
                 readable_bytes(engine.plan.device_budget_bytes),
                 readable_bytes(max(left, 0)),
@@ -479,7 +519,7 @@ class ModelState:
         for name, parameter in module._parameters.items():
             if parameter in self._places and prefix + name in state:
                 writable = self._uses.gathered.get(self._places[parameter][0].index)
-                if writable is not None and parameter not in writable:
+                if self._uses.averaged is not None or (writable is not None and parameter not in writable):
                     raise InputError(
                         f"load_state_dict() writes to {prefix + name}, which gathered() shows for reading: use "
                         "gathered(parameters, write=True), or load outside of it"

@@ -33,7 +33,9 @@ def averages(run: Run) -> dict[str, torch.Tensor]:
     with run.module.gathered(ema=True):
         shown = {name: p.detach().clone() for name, p in run.module.module.named_parameters()}
         found = run.module.state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in shown.items())
+    with run.module.gathered([], ema=True):  # streamed ones lie where the weights do
+        streamed = run.module.state_dict()
+    assert all(torch.equal(value, found[name]) for each in (shown, streamed) for name, value in each.items())
     return found
 
 

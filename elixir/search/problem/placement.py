@@ -124,7 +124,7 @@ class Setting:
     matrices: frozenset[str] = frozenset()
     """Names of the parameters that are stepped as whole matrices."""
     matrix_states: StateSize = MATRIX_STATES
-    """Their states."""
+    """Optimizer states of these."""
     averages: bool = False
     """Whether an average of the weights is among all states."""
     clipping: bool = True

@@ -22,7 +22,7 @@ from elixir.errors import InputError, readable_bytes
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.run_options import Debug
-from tests.common import inside
+from tests.common import gpu, inside
 from tests.common.audit import audit
 from tests.common.early import all_early, chain
 from tests.common.on_disk import on_disk
@@ -42,7 +42,7 @@ def planned(it: Any, homes: str, **options: Any) -> Plan:
 
 
 def averages(module: ElixirModule) -> dict[str, torch.Tensor]:
-    """What the model shows inside of the block, as a copy."""
+    """Copies of the averages that the model shows."""
     with module.gathered(ema=True):
         return {name: p.detach().clone() for name, p in module.module.named_parameters()}
 
@@ -205,15 +205,15 @@ def test_the_model_shows_averages_and_runs_with_them() -> None:
             with module.gathered(ema=True):
                 shown = module(**it.case.inp).logits
                 state = {key: value.clone() for key, value in model.state_dict().items()}
-            twin = copy.deepcopy(case("opt").model).to(torch.bfloat16)
+            twin = gpu.there(copy.deepcopy(case("opt").model).to(torch.bfloat16))
             twin.load_state_dict(state)
             assert torch.equal(shown, twin(**it.case.inp).logits)
             assert not torch.equal(shown, trained)
             assert torch.equal(module(**it.case.inp).logits, trained)
             with module.gathered([weight], ema=True):
-                assert torch.equal(weight, state[name])
-                assert torch.equal(other, now[neighbour])  # of the same chunk
-                assert not torch.equal(other, state[neighbour])
+                assert torch.equal(weight.cpu(), state[name].cpu())
+                assert torch.equal(other.cpu(), now[neighbour].cpu())  # of the same chunk
+                assert not torch.equal(other.cpu(), state[neighbour].cpu())
                 with pytest.raises(InputError, match="all its parameters"):
                     module(**it.case.inp)
                 with pytest.raises(InputError, match="for reading"), module.gathered(write=True):
@@ -231,7 +231,7 @@ def test_the_model_shows_averages_and_runs_with_them() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.3], ids=["resident", "away"])
 def test_wrap_plans_for_an_average(share: float) -> None:
-    """What is counted is taken; a plan and an optimizer that differ are refused."""
+    """A run takes the bytes that its plan counts; a plan and an optimizer that differ are refused."""
     it = case("opt")
     numel = sum(p.numel() for p in it.model.parameters())
     device = int(40 * numel * share) + 2**20
@@ -280,3 +280,51 @@ def test_a_large_gathered_says_so_once(caplog: pytest.LogCaptureFixture) -> None
     assert len(said) == 1
     assert f"{readable_bytes(sizes, up=True)} of weights at once, and the device budget of 2.00 KiB leaves" in said[0]
     module.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"unified_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("homes", ["streamed", "mixed", "disk"])
+def test_averages_are_streamed_for_evaluation(homes: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """``gathered([], ema=True)``: the model and its state dicts have averages, with no more memory on the device, and
+    whatever would take them for weights is refused; afterwards every bit is as before."""
+    it = case("opt")
+    wrap = {"disk_folder": tmp_path} if homes == "disk" else {}
+    with Run(it, planned(it, homes, **options), two_groups(), ema=DECAY, wrap=wrap) as run:
+        module = run.module
+        run.train(2)
+        before = run.bits()
+        with module.gathered(ema=True), torch.no_grad():
+            expected, precise = module(**run.case.inp).logits, module.state_dict()
+            shown = {name: value.clone() for name, value in module.module.state_dict().items()}
+        with torch.no_grad():
+            trained = module(**run.case.inp).logits
+        name = "model.decoder.layers.0.fc1.weight"
+        weight = module.module.get_parameter(name)
+        with module.gathered([], ema=True):
+            assert [
+                each.index for each in inside.chunks(module) if each.shown is not None and not each.plan.resident
+            ] == []
+            with torch.no_grad():
+                assert torch.equal(module(**run.case.inp).logits, expected)
+            for state, wanted in ((module.state_dict(), precise), (module.module.state_dict(), shown)):
+                assert all(torch.equal(value.cpu(), wanted[key].cpu()) for key, value in state.items())
+            with module.gathered([weight]):
+                assert torch.equal(weight.cpu(), shown[name].cpu())
+            with torch.no_grad():
+                assert torch.equal(module(**run.case.inp).logits, expected)
+            calls: list[Callable[[], object]] = [
+                run.optimizer.step,
+                module.close,
+                lambda: module(**run.case.inp),
+                lambda: module.rehome(module.plan),
+                lambda: module.load_state_dict(precise),
+                lambda: save_checkpoint(tmp_path / "run", run.state()),
+            ]
+            for call in calls:
+                with pytest.raises(InputError):
+                    call()
+        assert differing(before, run.bits()) == []
+        with torch.no_grad():
+            assert torch.equal(module(**run.case.inp).logits, trained)
+        run.train(1)
+        audit(module)
