@@ -45,8 +45,8 @@ class SearchRequest:
     world_size: int
     """Ranks, one device each; `HardwareProfile.devices_per_host` of them share a machine."""
     optimizer_type: str | None = "Adam"
-    """Family whose states are counted, such as ``Adam`` or ``SGD``. None: the model is evaluated, or generates, and
-    trains nothing; there are no gradients and no states."""
+    """Family whose states are counted, such as ``Adam`` or ``SGD``; ``Adam + EMA`` with an average of weights.
+    None: the model is evaluated, or generates, and trains nothing; there are no gradients and no states."""
     overlap: bool = True
     """Transfers run while compute does, with prefetch. If only that makes a plan too large, it goes without."""
     device_memory: Size = None

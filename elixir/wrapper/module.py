@@ -266,9 +266,9 @@ class ElixirModule(nn.Module):
 
         With `ema` they are the averages that an `ElixirOptimizer` keeps, and the weights of parameters that have none,
         frozen ones and those not stepped yet. ``state_dict()``, ``save_pretrained()`` and, under `torch.no_grad`, the
-        model itself use them; afterwards the weights are as before. ``gathered([], ema=True)`` shows no parameter and
-        does the same within the device's budget: streamed averages wait where their weights live, which takes as much
-        again there.
+        model itself use them; afterwards the weights are as before. ``gathered([], ema=True)`` does the same but shows
+        no streamed parameter: their averages are loaded as weights are, from a copy where the weights live. Resident
+        weights are on the device twice.
 
         Raises:
             InputError: `parameters` are not all parameters of this model; or with `ema`, nobody keeps an average, or it

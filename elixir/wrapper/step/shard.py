@@ -248,7 +248,9 @@ class SteppedShard:
     @property
     def has_all_states(self) -> bool:
         """Whether every segment has states of a step, and no step creates others."""
-        return self.rule.is_predictable and all(self.states.has_stepped(segment) for segment in self.segments)
+        states = self.states
+        lacks_average = self._user.decay is not None and len(states.averaged) < len(self.segments)  # as after a load
+        return self.rule.is_predictable and not lacks_average and all(map(states.has_stepped, self.segments))
 
     @property
     def skips_without_gradients(self) -> bool:

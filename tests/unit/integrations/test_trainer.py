@@ -77,18 +77,20 @@ def test_muon_and_adamw_in_a_list_train_and_are_resumed(tmp_path: Path) -> None:
         return {"model": model, "optimizers": (OptimizerList(made) if kind is PLAIN else made, None), "samples": 10,
                 "num_train_epochs": 1, "load_best_model_at_end": False, "lr_scheduler_type": "linear"}  # fmt: skip
 
+    averaging = {**ON_HOST, "ema": 0.9}  # changes no weight; a checkpoint of plain PyTorch has no average
     plain = train(PLAIN, tmp_path / "plain", **several(PLAIN))
-    ours = train(ElixirTrainer, tmp_path / "ours", elixir=ON_HOST, **several(ElixirTrainer))
+    ours = train(ElixirTrainer, tmp_path / "ours", elixir=averaging, **several(ElixirTrainer))
     assert_same(plain, ours)
     assert same(tmp_path / "plain" / "final", tmp_path / "ours" / "final")
     assert ours.trainer.elixir.module.plan.optimizer.startswith("Muon + AdamW")
+    assert ours.trainer.elixir.module.plan.optimizer.endswith(" + EMA")
     assert [group["lr"] for group in ours.trainer.optimizer.param_groups] == [0.0, 0.0]  # both were scheduled
     ours.trainer.elixir.module.close()
     for part in ("plain", "ours"):
         shutil.copytree(tmp_path / part / "checkpoint-2", tmp_path / f"from-{part}" / "checkpoint-2")
         checkpoint = str(tmp_path / f"from-{part}" / "checkpoint-2")
         resumed = train(
-            ElixirTrainer, tmp_path / f"from-{part}", elixir=ON_HOST, resume=checkpoint, **several(ElixirTrainer)
+            ElixirTrainer, tmp_path / f"from-{part}", elixir=averaging, resume=checkpoint, **several(ElixirTrainer)
         )
         assert same(tmp_path / "plain" / "final", tmp_path / f"from-{part}" / "final")
         resumed.trainer.elixir.module.close()
