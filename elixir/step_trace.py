@@ -317,6 +317,9 @@ class StepShape:
     """Form of its frozen weights, likewise."""
     activations: tuple[UnitActivations, ...] = ()
     """The activations of these units; all others keep what the model keeps."""
+    packed: str | None = field(default=None, metadata=ADDED)
+    """Documents in each sample of a packed batch, whose samples lie in one row, such as ``8``; ``8:flash`` if attention
+    computes each document alone, as `StepQuestion.packed` asks for it. None: nothing is packed."""
     changed_state: str | None = field(default=None, metadata=ADDED)
     """The first tensor of a module, such as a buffer that counts, that the step writes to or replaces: micro-batches
     of one pass would read each other's. None if there is none; not looked for in an evaluation."""

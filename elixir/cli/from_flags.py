@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 STEP_FLAGS = (
-    "batch seq dtype checkpoint optimizer optimizer_kernel inp step fused_kernels compile forward generate lora "
+    "batch seq packed dtype checkpoint optimizer optimizer_kernel inp step fused_kernels compile forward generate lora "
     "quantised positions"
 ).split()
 """Flags of the step, which a trace has settled; None where they are not given."""
-_OF_THE_QUESTION = "batch seq checkpoint compile forward generate lora quantised positions".split()
+_OF_THE_QUESTION = "batch seq packed checkpoint compile forward generate lora quantised positions".split()
 """Flags of the step that have the names of fields of `StepQuestion`."""
 _FLAG_OF_CODE = {"pass inp": "--inp", "step_fn": "--step"}
 """Words of an error -> the flag that gives the code it asks for."""

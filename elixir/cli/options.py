@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from elixir.errors import GONE, InputError, shortened
 from elixir.models.activation_checkpointing import CHECKPOINT_FORMS, parse_checkpoint
+from elixir.models.packing import Packing
 from elixir.units import parse_bytes
 
 LARGEST_COUNT = 1_000_000_000
@@ -123,6 +124,7 @@ _KINDS: dict[str, tuple[str | None, Callable[[str], object]]] = {
     "size": ("SIZE", parse_bytes),
     "checkpointing": ("FORM", lambda text: parse_checkpoint(text) and text),
     "generation": ("PROMPT+NEW", _generation),
+    "packing": ("N", lambda text: str(Packing.read(text))),
 }
 """Kind of a value in the table -> what stands for it in a help, and what reads it."""
 

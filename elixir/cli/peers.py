@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 ELIXIR = "elixir"
 KNOWN = frozenset(
     """command debug model models hardware world_size world_sizes network devices_per_host device_memory host_memory
-    host_budget batch batches seq positions dtype checkpoint optimizer lora inp step accumulation json brief runtime
-    write_config""".split()
+    host_budget batch batches seq packed positions dtype checkpoint optimizer lora inp step accumulation json brief
+    runtime write_config""".split()
 )
 """Arguments that count for other runtimes; a plan of Elixir has more."""
 ADAMS = (None, "adam", "adamw")

@@ -25,10 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 from elixir.api import wrap
 from elixir.artifact import write_atomically
 from elixir.cli import files, output
+from elixir.errors import InputError
 from elixir.hardware.profile import HardwareProfile
 from elixir.microbench import measure, measure_briefly
+from elixir.models.flash_attention import attend_by_document
 from elixir.models.loading import build
-from elixir.models.step import default_input
+from elixir.models.packing import Packing
+from elixir.models.step import default_input, with_tensors
 from elixir.plan.plan import Plan
 from elixir.search.question import StepQuestion
 from elixir.show import tables
@@ -62,7 +65,12 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     names = ("device_memory", "host_memory", "host_budget", "moments")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     model = build(args.model, dtype=dtype, checkpoint=args.checkpoint or "none")
-    inp = dict(default_input(model, batch=args.batch or 1, seq=args.seq))
+    packing = None if args.packed is None else Packing.read(args.packed)
+    if packing is not None and packing.flash:
+        if device.type == "cpu":
+            raise InputError("flash attention runs on CUDA, and this machine has none; leave out :flash")
+        attend_by_document(model)
+    inp = default_input(model, batch=args.batch or 1, seq=args.seq, packed=packing and packing.documents)
     machine = measure(quick=True) if device.type == "cuda" else _measured(model, inp, dtype)
     adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     settled: dict[str, Any] = {"max_norm": MAX_NORM, "replan": False, "hardware": machine, "verbose": False}
@@ -70,7 +78,7 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     plan = module.plan
     try:
         yield str(plan)
-        reports, peak_bytes = _steps(module, optimizer, {name: value.to(device) for name, value in inp.items()})
+        reports, peak_bytes = _steps(module, optimizer, with_tensors(lambda each: each.to(device), inp))
     finally:
         module.close()
     compared = _compared(plan, reports, peak_bytes)
@@ -116,7 +124,7 @@ def _verdict(each: Compared) -> str:
     return "" if each["agrees"] is None else "as predicted" if each["agrees"] else "NOT as predicted"
 
 
-def _measured(model: nn.Module, inp: Mapping[str, torch.Tensor], dtype: torch.dtype) -> HardwareProfile:
+def _measured(model: nn.Module, inp: Mapping[str, Any], dtype: torch.dtype) -> HardwareProfile:
     """This CPU, measured with products as long and as wide as those of the model."""
     ids = inp.get("input_ids")
     tokens = max(value.shape[0] for value in inp.values()) if ids is None else ids.numel()
@@ -126,7 +134,7 @@ def _measured(model: nn.Module, inp: Mapping[str, torch.Tensor], dtype: torch.dt
 
 
 def _steps(
-    module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, torch.Tensor]
+    module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any]
 ) -> tuple[list[StepReport], int | None]:
     """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed."""
 
@@ -138,12 +146,13 @@ def _steps(
 
     reports: list[StepReport] = []
     peak_bytes: int | None = None
+    inp_bytes = sum(value.nbytes for value in inp.values() if isinstance(value, torch.Tensor))
     for number in range(STEPS):
         if number == WARM_UP_STEPS and module.device.type == "cpu":
             module.settle()
             arena = engine_of(module).arena
             resting = arena.live_bytes("device") + arena.live_bytes("host")
-            peak_bytes = resting + sum(value.nbytes for value in inp.values()) + allocated_peak(step)
+            peak_bytes = resting + inp_bytes + allocated_peak(step)
             continue
         step()
         if number >= WARM_UP_STEPS and module.last_report is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError, shortened
+from elixir.models.packing import packed_batch
 from elixir.models.user_code import GENERATORS, restored
 from elixir.torch_private import tree_map
 
@@ -39,7 +40,9 @@ _SEED = 0  # seed of the generator that draws the batch: the same batch every ti
 Step = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
-def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
+def default_input(
+    model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None, packed: int | None = None
+) -> dict[str, Any]:
     """A batch for a Hugging Face model: real tensors on the CPU, wherever the model is; the same on every call.
 
     * language models: ``input_ids`` and ``labels``, both (batch, seq), int64. Causal models get their input as
@@ -47,6 +50,7 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
       from them). No padding token is drawn, and there is no ``attention_mask``: the batch is full.
     * sequence and token classifiers: ``labels`` of (batch,) and (batch, seq);
     * image classifiers: ``pixel_values`` (batch, channels, height, width) in the model's dtype, ``labels`` (batch,).
+    * causal models with `packed`: one row of all samples, as `elixir.models.packing.packed_batch` describes it.
 
     torch's global generators are not touched.
 
@@ -54,14 +58,16 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
         model: a transformers model that computes its loss, on meta or real.
         batch: samples; 1 unless given.
         seq: tokens per sample; ``min(1024, maximum positions)`` unless given, 1024 without a maximum.
+        packed: documents in each sample; all samples then lie one after the other in one row.
 
     Raises:
-        InputError: `batch` or `seq` is below 1 or `seq` above the model's maximum; or the model is none whose input
-            can be derived, in which case an `inp` of the caller's is needed.
+        InputError: `batch`, `seq` or `packed` is below 1, `seq` above the model's maximum, or `packed` above `seq`; or
+            the model is none whose input can be derived, in which case an `inp` of the caller's is needed.
     """
     _check_count("batch", batch)
-    if seq is not None:
-        _check_count("seq", seq)
+    for name, count in (("seq", seq), ("packed", packed)):
+        if count is not None:
+            _check_count(name, count)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise InputError(
@@ -73,19 +79,31 @@ def default_input(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | No
     generator = torch.Generator(device="cpu").manual_seed(_SEED)
     # The generator lives on the CPU; without this a `torch.device` context of the caller's would move the batch.
     with torch.device("cpu"):
+        if packed is not None and not _is_a(model, "ForCausalLM", "LMHeadModel"):
+            raise InputError(f"{type(model).__name__} is no causal language model, which alone packs documents")
         if getattr(model, "main_input_name", "") == "pixel_values":
             return _image_batch(model, batch, seq, generator)
-        return _token_batch(model, batch, seq, generator)
+        made = _token_batch(model, batch, seq, generator)
+        return made if packed is None else packed_batch(model, made["input_ids"], packed)
 
 
-def input_to_trace(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None) -> dict[str, torch.Tensor]:
+def input_to_trace(
+    model: nn.Module, *, batch: int = DEFAULT_BATCH, seq: int | None = None, packed: int | None = None
+) -> dict[str, Any]:
     """`default_input` for a step that is traced: where that would be very large, of the same shapes on meta.
 
     Raises:
-        InputError: as `default_input`.
+        InputError: as `default_input`; or a packed batch, whose positions are needed, is as large.
     """
     _check_count("batch", batch)
     one = default_input(model, batch=1, seq=seq)
+    if packed is not None:
+        tokens = batch * one["input_ids"].numel()
+        if tokens > MOST_REAL_NUMEL:
+            raise InputError(
+                f"a packed row has {MOST_REAL_NUMEL:,} tokens at most, found {tokens:,}; give a smaller batch"
+            )
+        return default_input(model, batch=batch, seq=seq, packed=packed)
     if batch * sum(value.numel() for value in one.values()) <= MOST_REAL_NUMEL:
         return default_input(model, batch=batch, seq=seq)
     with refused_overflow():

@@ -359,6 +359,9 @@ class Plan(Artifact):
             if step.generate is not None:
                 tokens = f" x ({step.generate[0]} + {step.generate[1]}) tokens, the last one"
             parts.append(f"{'batches' if step.forward else 'micro-batches'} of {step.samples}{tokens}")
+        if step.packed is not None:
+            documents, _, flash = step.packed.partition(":")
+            parts.append(f"{documents} documents packed into each sample{' for flash attention' * bool(flash)}")
         parts += [f"activation checkpointing {step.checkpoint}"] * (step.checkpoint not in (None, "none"))
         parts += [f"LoRA of rank {step.lora}"] * bool(step.lora)
         parts += [f"linear layers in {step.quantised}"] * bool(step.quantised)

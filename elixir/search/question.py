@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from elixir.errors import InputError, InputTypeError
 from elixir.hardware.profile import HardwareProfile
+from elixir.models.packing import Packing
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest, check_count
 from elixir.step_trace import StepShape, StepTrace, UnitActivations
@@ -35,6 +36,9 @@ class StepQuestion:
     """Samples of one rank, where `inp` does not say."""
     seq: int | None = None
     """Tokens per sample; None: 1024, or the model's maximum where that is smaller."""
+    packed: int | str | None = None
+    """Documents in each sample, all samples in one row (`elixir.models.packing`), where `inp` does not say; a text such
+    as ``8:flash`` for a model by name whose attention is flash. None packs nothing."""
     dtype: str | torch.dtype | None = None
     """Dtype that floating parameters and inputs are cast to; None leaves them as built."""
     checkpoint: str = "none"
@@ -75,12 +79,14 @@ class StepQuestion:
             check_count("positions", self.positions)
             if not isinstance(self.model, str):
                 raise InputError("positions= is for a model by name; set its config's max_position_embeddings")
+        if self._packing is not None and self._packing.flash and not isinstance(self.model, str):
+            raise InputError("packed with :flash is for a model by name; set attn_implementation= of yours")
         if self.generate is not None:
             if not (isinstance(self.generate, tuple) and len(self.generate) == 2):
                 raise InputTypeError(f"generate is (tokens of the prompt, new tokens), got {self.generate!r}")
             for number in self.generate:
                 check_count("generate", number)
-            settled = {"inp": self.inp, "step_fn": self.step_fn, "seq": self.seq}
+            settled = {"inp": self.inp, "step_fn": self.step_fn, "seq": self.seq, "packed": self.packed}
             for name in [name for name, value in settled.items() if value is not None]:
                 raise InputError(f"generate={self.generate} settles the step; leave out {name}=")
 
@@ -101,6 +107,7 @@ class StepQuestion:
             model=made.model_name,
             batch=step.samples or 1,
             seq=None if step.generate else step.seq,
+            packed=step.packed,
             dtype=None if made.dtype == "as built" else made.dtype,
             checkpoint=step.checkpoint,
             use_fused_kernels=step.fused_kernels,
@@ -115,6 +122,11 @@ class StepQuestion:
         )
 
     @property
+    def _packing(self) -> Packing | None:
+        """The packing of `packed`; None packs nothing."""
+        return None if self.packed is None else Packing.read(self.packed)
+
+    @property
     def torch_dtype(self) -> torch.dtype | None:
         """None: as built."""
         return None if self.dtype is None else parse_dtype(self.dtype)
@@ -127,7 +139,12 @@ class StepQuestion:
 
         if isinstance(self.model, str):
             kind = {"lora": self.lora, "quantised": self.quantised, "max_positions": self.positions}
-            return build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint, **kind)  # type: ignore[arg-type]
+            built = build(self.model, dtype=self.torch_dtype, checkpoint=self.checkpoint, **kind)  # type: ignore[arg-type]
+            if self._packing is not None and self._packing.flash:
+                from elixir.models.flash_attention import attend_by_document
+
+                attend_by_document(built)
+            return built
         if isinstance(self.model, StepTrace):
             raise InputTypeError("a trace has no model to build")
         return self.model
@@ -156,6 +173,8 @@ class StepQuestion:
                     f"{dtype_name(parse_dtype(self.dtype))}; trace the model again"
                 )
             return self.model
+        if self._packing is not None and self._packing.flash and hardware.device_kind != "cuda":
+            raise InputError(f"flash attention runs on CUDA, and {hardware.name} is none; leave out :flash")
         from elixir.models import user_code
         from elixir.models.model_shape import find
         from elixir.models.step import (
@@ -177,7 +196,8 @@ class StepQuestion:
             inp: Any = generation_input(model, batch=self.batch, prompt=prompt, new=new)
             step_fn = generation_step(prompt, new)
         elif self.inp is None:
-            inp = input_to_trace(model, batch=self.batch, seq=self.seq)
+            documents = None if self._packing is None else self._packing.documents
+            inp = input_to_trace(model, batch=self.batch, seq=self.seq, packed=documents)
         else:
             inp = self.inp() if callable(self.inp) else self.inp
             check_batch(inp, self.step_fn)
@@ -200,6 +220,7 @@ class StepQuestion:
                     checkpoint=self.checkpoint if name and self.inp is None and self.step_fn is None else None,
                     forward=forward,
                     generate=self.generate,
+                    packed=None if self._packing is None or self.inp is not None else str(self._packing),
                     lora=self.lora,
                     quantised=self.quantised,
                     activations=self.activations,

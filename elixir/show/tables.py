@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 """Keys that end in ``_bytes`` or ``_s`` say units."""
 _STEP = (
-    "samples=step.samples tokens=step.tokens activation_checkpointing=step.checkpoint "
+    "samples=step.samples tokens=step.tokens packed=step.packed activation_checkpointing=step.checkpoint "
     "fused_kernels=step.fused_kernels lora=step.lora quantised=step.quantised"
 )
 _TRACE = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -74,6 +75,9 @@ def operation_of(func: Any, args: Any, kwargs: Any, result: Any, row_bytes: int)
     if packet in _ALLOCATIONS or not tensors:
         return None
     dtype, moved_bytes = dtype_name(tensors[0].dtype), sum(tensor.nbytes for tensor in (*inputs, *outputs))
+    attention = attention_of_documents(func, args, kwargs)
+    if attention is not None:
+        return Operation(attention.kind, dtype, attention.flops(), moved_bytes)
     flops = count_flops(func, args, kwargs, result)
     if not flops:
         return Operation(_memory_bound(packet.__name__), dtype, 0, moved_bytes)
@@ -128,6 +132,85 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         args = _ungrouped(args, query_at)
     flops = int(formula(*args, **kwargs, out_val=result))
     return flops * causal_scores(queries, keys) // (queries * keys) if _is_causal(func, args, kwargs) else flops
+
+
+_BEGINS = ("cum_seq_q", "cu_seq_q", "cu_seqlens_q")
+"""Names that flash attention gives to the first tokens of documents: PyTorch's two and the package's."""
+
+
+@cache
+def names_if_of_documents(func: Any) -> tuple[str, ...]:
+    """The arguments of an operator that computes flash attention document by document; of any other, none."""
+    names = tuple(argument.name for argument in func._schema.arguments)
+    wanted = _BEGINS, ("query", "q"), ("max_q", "max_seqlen_q"), ("is_causal", "causal")
+    known = all(map(set(names).intersection, wanted))
+    return names if known and "scaled_dot_product" not in func._schema.name else ()
+
+
+class AttentionOfDocuments(NamedTuple):
+    """A call of flash attention over documents that lie one after the other, or over samples of one length."""
+
+    kind: OperatorKind
+    query: torch.Tensor
+    """(tokens, heads, width), or (samples, tokens, heads, width)."""
+    key: torch.Tensor
+    value: torch.Tensor
+    begins: torch.Tensor | None
+    """The first token of each document, then the end; None for samples."""
+    longest: int
+    is_causal: bool
+    window: tuple[int, int]
+    """Tokens that each sees before and after itself; -1 for all."""
+
+    @property
+    def documents(self) -> int:
+        """The number of documents."""
+        return len(self.query) if self.begins is None else self.begins.numel() - 1
+
+    def flops(self, begins: torch.Tensor | None = None) -> int:
+        """Floating-point operations of the scores inside of documents.
+
+        Two products in forward and five in backward, three of them as wide as the keys, as
+        `torch.utils.flop_counter` counts them.
+
+        Args:
+            begins: the values of `begins`; None if unknown: then every document is as long as the longest may be.
+        """
+        lengths: Sequence[int] = [self.longest] * self.documents
+        if self.begins is not None and begins is not None:
+            lengths = begins.diff().tolist()
+        more = self.key.shape[-3] - self.query.shape[-3] if self.begins is None else 0
+        heads, wide, width = self.query.shape[-2], self.query.shape[-1], self.value.shape[-1]
+        backward = self.kind == "attention_backward"
+        each = 2 * (3 * wide + 2 * width if backward else wide + width)
+        return heads * each * sum(self._scores(length, more) for length in lengths)
+
+    def _scores(self, tokens: int, more: int) -> int:
+        """Scores of one head, if before the tokens there are `more` keys, as in a cache."""
+        before, after = self.window
+        causal = self.is_causal or after == 0
+        seen = tokens + more if before < 0 else min(tokens + more, before + 1 + (0 if causal else max(after, 0)))
+        if not causal:
+            return tokens * seen
+        fewer = max(0, min(tokens, seen - more))  # the first tokens, of which each sees one key more than the last
+        return fewer * more + causal_scores(fewer, fewer) + (tokens - fewer) * seen
+
+
+def attention_of_documents(func: Any, args: Any, kwargs: Any) -> AttentionOfDocuments | None:
+    """A call as one of flash attention over documents; None if it is none."""
+    names = names_if_of_documents(func)
+    if not names:
+        return None
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = (given.get(name, given.get(name[0])) for name in ("query", "key", "value"))
+    begins = next(given[name] for name in _BEGINS if name in names)
+    longest = given.get("max_q", given.get("max_seqlen_q"))
+    sides = given.get("window_size") or [given.get(f"window_size_{side}") for side in ("left", "right")]
+    before, after = (-1 if side is None else int(side) for side in sides)
+    backward = "backward" in func._overloadpacket.__name__
+    kind: OperatorKind = "attention_backward" if backward else "attention"
+    causal = bool(given.get("is_causal", given.get("causal", False)))
+    return AttentionOfDocuments(kind, query, key, value, begins, int(longest), causal, (before, after))
 
 
 def causal_scores(queries: int, keys: int) -> int:

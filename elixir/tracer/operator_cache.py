@@ -26,7 +26,7 @@ from elixir.torch_private import TopDispatch
 from elixir.tracer.device.autograd_in_place import WRITES_IN_PLACE
 from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.device.target import Target
-from elixir.tracer.operation_kinds import PRODUCTS, operation_of
+from elixir.tracer.operation_kinds import PRODUCTS, names_if_of_documents, operation_of
 from elixir.tracer.values.expert_choice import CHOOSES
 from elixir.tracer.values.shadows import CHECKS_FINITE, CONSTANTS_LIKE
 from elixir.tracer.values.unknown_number import user_location
@@ -102,6 +102,7 @@ class Traits:
         self.exchanges = func.namespace == "c10d"
         self.may_choose = func in CHOOSES
         self.checks_finite = func in CHECKS_FINITE
+        self.of_documents = bool(names_if_of_documents(func))
         self.detours = self.lengths_in_tensors or self.formula_may_write or self.needs_values or func in _DETOURS
         """Whether some of its calls are more, or less, than to run it on meta."""
 

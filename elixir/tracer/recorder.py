@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from elixir.tracer.device.routed_functions import LENGTHS_IN_TENSORS
 from elixir.tracer.device.target import Target
 from elixir.tracer.host_copies import HostCopies
 from elixir.tracer.ledger import Ledger
-from elixir.tracer.operation_kinds import operation_of, passing
+from elixir.tracer.operation_kinds import attention_of_documents, operation_of, passing
 from elixir.tracer.operator_cache import KNOWN_TRAITS, META, Arguments, OperatorCache, Outcome, Traits, traits
 from elixir.tracer.step_functions import StepFunctions, replaced_functions, unseen_by_modes
 from elixir.tracer.use_order import UseOrder
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(outcome.transient_bytes, module, func)
         if func is _CAST and self._target.counts_host_tensors:
             self._same_where_the_device_is_the_host(args[0], tensors[0])
-        operation = outcome.operation
+        operation = self._of_documents(func, args, kwargs, outcome) if op.of_documents else outcome.operation
         if operation is not None:
             operation = self._cost(operation, arguments.storages, tensors)
         self._order.results.made(op, args, kwargs, tensors, operation)
@@ -177,6 +178,20 @@ class Recorder(TorchDispatchMode):
         if op.may_choose or op.checks_finite:
             self._suppose(op, args, kwargs, tensors)
         return result
+
+    def _of_documents(self, func: Any, args: Any, kwargs: Any, outcome: Outcome | None = None) -> Operation:
+        """The work of attention inside of documents, whose lengths follow from values."""
+        if self._target.kind == "cpu":
+            raise TraceError(
+                f"{user_location()}: {func} has no kernel for a CPU; trace for a CUDA device, or give the model "
+                "attn_implementation='sdpa'"
+            )
+        operation = (outcome and outcome.operation) or operation_of(func, args, kwargs, args[0], 1)
+        call = attention_of_documents(func, args, kwargs)
+        assert operation is not None
+        assert call is not None
+        begins = None if call.begins is None else self._shadows.real(call.begins)
+        return replace(operation, flops=call.flops(begins))
 
     def _cost(self, operation: Operation, storages: list[int], results: list[torch.Tensor]) -> Operation | None:
         """Books what an operation costs, and gives the operation, if it costs what it does uncompiled."""
@@ -246,7 +261,8 @@ class Recorder(TorchDispatchMode):
             self._ledger.touch(nbytes, self._order.module(), op.func)
         if arguments.tensors:
             moved = sum(tensor.nbytes for tensor in arguments.tensors)
-            operation = self._product(op, args, kwargs) or passing(arguments.tensors[0].dtype, moved)
+            operation = self._of_documents(op.func, args, kwargs) if op.of_documents else None
+            operation = operation or self._product(op, args, kwargs) or passing(arguments.tensors[0].dtype, moved)
             self._order.cost(operation)
             self._order.results.made(op, args, kwargs, (), operation)
         return result

@@ -23,8 +23,10 @@ from elixir.errors import ElixirError, TraceError
 from elixir.garbage import garbage_collection_paused
 from elixir.hardware.profile import HardwareProfile
 from elixir.kernels.model.fused_kernels import FusedKernels
+from elixir.models.flash_attention import flash_attention_on_meta
 from elixir.models.layer_units import layer_units
 from elixir.models.model_tensors import ModuleState, fingerprint
+from elixir.models.packing import Packing, documents_in
 from elixir.models.quantised import unwrapped_subclasses
 from elixir.models.step import check_step
 from elixir.models.user_code import COMPUTATION, FILTERS, GENERATORS, restored
@@ -153,6 +155,7 @@ def trace_step(  # noqa: PLR0913 - a public entry point
             with user_objects_restored(model, step_fn, inp) as recorder.user_objects:
                 with (
                     routed(target),
+                    flash_attention_on_meta(),
                     recomputing(model, shape.activations, swapping),
                     restored(*COMPUTATION, *GENERATORS, shared=(FILTERS,)),
                     _compiled_regions_run_eagerly(),
@@ -295,10 +298,17 @@ def _units_of(layers: Collection[Unit], order: UseOrder, regions: Collection[str
 
 def _sized(shape: StepShape, inp: Any, tensors: Sequence[torch.Tensor]) -> StepShape:
     """The shape with the size of the input, by its `tensors` that have a first dimension."""
+    while isinstance(inp, Mapping) and len(inp) == 1 and isinstance(found := next(iter(inp.values())), Mapping):
+        inp = found  # the batch of a framework, under one name
     ids = inp.get("input_ids") if isinstance(inp, Mapping) else None
     tokens = ids.numel() if isinstance(ids, torch.Tensor) else None
     first = ids if tokens is not None else next(iter(tensors), None)
     samples = None if first is None else len(first)
+    documents = documents_in(inp)
+    if documents and shape.packed:  # the row has all samples
+        samples = documents // Packing.read(shape.packed).documents
+    elif documents and samples:
+        shape = replace(shape, packed=str(round(documents / samples)))
     return replace(shape, samples=samples, tokens=tokens if shape.generate is None else samples)
 
 

@@ -30,7 +30,7 @@ class _Made:
     operation: Operation | None
     storages: list[tuple[int, StorageRecord]]
     repeats: bool
-    """Whether it gives the same again: it draws no random numbers."""
+    """Whether it gives the same again by the same name: it draws no random numbers."""
     written: bool = False
     """Whether something wrote to what it made."""
     saved_bytes: int = 0
@@ -100,7 +100,8 @@ class UnitResults:
             record = self._ledger.find(tensor)
             if record is not None and record.index not in self._makers:
                 storages[storage_of(tensor)] = record
-        repeats = not op.draws or _drops_nothing(op, args, kwargs)
+        # A package's flash attention, which a trace replaces by PyTorch's, has another name when the plan runs.
+        repeats = not op.of_documents and (not op.draws or _drops_nothing(op, args, kwargs))
         found = self._add(self.run, op.func, operation, [*storages.items()], repeats)
         for record in storages.values():
             self._makers[record.index] = found

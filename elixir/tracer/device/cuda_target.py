@@ -11,6 +11,7 @@ import torch
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.tracer.device.target import HALF, Attention, AttentionKernel, Target
+from elixir.tracer.operation_kinds import AttentionOfDocuments, attention_of_documents
 from elixir.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -198,6 +199,9 @@ def held_in_backward(func: Any, args: Any, round_bytes: Callable[[int], int]) ->
         sums = -(-query.numel() // query.shape[3] * _FLOAT_BYTES // 16) * 16
         copy = gradient.nbytes if gradient.stride() != output.stride() else 0
         return round_bytes(copy) + round_bytes(sums + query.numel() * _FLOAT_BYTES)
+    call = attention_of_documents(func, args, {})
+    if call is not None and call.kind == "attention_backward":
+        return _held_by_documents(call, round_bytes)
     if func not in _TILED:
         return 0
     (copied, tall, wide), (query, key, value) = _TILED[func], args[1:4]
@@ -209,6 +213,20 @@ def held_in_backward(func: Any, args: Any, round_bytes: Callable[[int], int]) ->
         held += [batch * heads * each.shape[2] * each.shape[3] * each.itemsize for each in (key, value)]
     if func is _EFFICIENT and max(width, value.shape[3]) > _REGISTERS:
         held += [batch * heads * each.shape[2] * each.shape[3] * _FLOAT_BYTES for each in (key, value)]
+    return sum(map(round_bytes, held))
+
+
+def _held_by_documents(call: AttentionOfDocuments, round_bytes: Callable[[int], int]) -> int:
+    """The same of flash attention over documents, whose sums have room for a tile after each (`mha_varlen_bwd`)."""
+    tall, wide = 128, 32
+    heads, width = call.query.shape[-2:]
+    rows = call.documents * -(-call.longest // tall) * tall
+    if call.begins is not None:
+        rows = len(call.query) + tall * call.documents
+    sums = heads * rows * _FLOAT_BYTES
+    held = [sums, sums * -(-width // wide) * wide]
+    if call.key.shape[-2] != heads:  # as in `held_in_backward`
+        held += [each.nbytes // each.shape[-2] * heads for each in (call.key, call.value)]
     return sum(map(round_bytes, held))
 
 

@@ -13,11 +13,13 @@ from torch import nn
 
 from elixir.errors import InputError, InputTypeError
 from elixir.models.adapters import adapted
+from elixir.models.flash_attention import attend_by_document
 from elixir.models.layer_units import check_compile, layers_compiled
 from elixir.models.loading import build
 from elixir.models.model_shape import describe, model_names
 from elixir.models.model_tensors import fingerprint
-from elixir.models.step import default_input, default_step, planning_batch, refused_overflow
+from elixir.models.packing import Packing
+from elixir.models.step import default_input, default_step, input_to_trace, planning_batch, refused_overflow
 from tests.common.tiny_models import FAMILIES, tiny, tiny_shape
 
 # Elements of the released checkpoints with their training head, tied ones once: Hugging Face's checkpoint metadata
@@ -319,7 +321,7 @@ def test_sequence_beyond_the_positions_names_both() -> None:
         default_input(build("opt-125m"), seq=4096)
 
 
-@pytest.mark.parametrize("argument", ["batch", "seq"])
+@pytest.mark.parametrize("argument", ["batch", "seq", "packed"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_counts_below_one_are_refused(argument: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{argument} must be a whole number of 1 or more"):
@@ -385,6 +387,12 @@ def too_large() -> None:
         (lambda: layers_compiled(nn.ReLU(), True, keep=False).__enter__(), InputError, "ReLU has none"),
         (lambda: planning_batch(torch.utils.data.DataLoader(Nothing(), batch_size=2, shuffle=False)), InputError, "is empty"),
         (too_large, InputError, "too large to count their bytes"),
+        (lambda: default_input(tiny("bert", device="meta"), packed=2), InputError, "no causal language model, which alone packs"),
+        (lambda: default_input(tiny("llama", device="meta"), seq=8, packed=9), InputError, "9 documents do not fit into a sample of 8"),
+        (lambda: input_to_trace(tiny("llama", device="meta"), batch=2**20, packed=2), InputError, "a packed row has 16,777,216 tokens at most"),
+        (lambda: Packing.read(True), InputTypeError, "such as 8 or '8:flash', got True"),
+        *((lambda value=value: Packing.read(value), InputError, "1 or more, such as 8 or 8:flash") for value in (0, "0", "x", "8:", "8:slow", "٣")),
+        (lambda: attend_by_document(tiny("t5", device="meta", attn_implementation="eager")), InputError, "no flash attention for T5"),
         (lambda: torch.ops.elixir.unpack(torch.ones(2), torch.ones(1), [4], torch.float32), NotImplementedError, "on meta"),
     ],
 )  # fmt: skip

@@ -331,6 +331,10 @@ def test_a_model_that_is_missing_is_named_before_memory(model: str, capsys: pyte
         ("TRACE", "which is no preset; give --hardware"),
         ("opt-125m --forward --optimizer SGD", "--forward trains nothing; leave out --optimizer"),
         ("opt-125m --generate 512", "expected PROMPT+NEW tokens"),
+        ("opt-125m --generate 4+4 --packed 2", "settles the step; leave out packed="),
+        ("opt-125m --packed none", "documents in each sample, 1 or more, such as 8 or 8:flash, found 'none'"),
+        ("opt-125m --packed 2 --inp module:function", "leave out --batch, --seq and --packed"),
+        ("TRACE --hardware h200 --packed 2", "has settled --packed"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

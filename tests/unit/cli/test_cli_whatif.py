@@ -51,6 +51,29 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
     assert picture.read_bytes().startswith(b"%PDF")
 
 
+def test_packed_documents_are_planned_and_traced_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan for packed documents says so; flash attention takes less time than a mask; sweeps take them, too."""
+    asked = "plan gpt2 --hardware a100 --host-memory 64GiB --batch 2 --seq 512 --assume nominal".split()
+    steps_s = {}
+    for packed in ("4", "4:flash"):
+        file = tmp_path / f"{packed}.json"
+        status, out, _ = run(capsys, *asked, "--packed", packed, "--no-levers", "--out", str(file))
+        assert status == 0
+        assert "micro-batches of 2 x 512 tokens, 4 documents packed into each sample" in out
+        assert ("for flash attention" in out) == (packed == "4:flash")
+        plan = Plan.load(file)
+        assert (plan.step.packed, plan.step.samples, plan.step.tokens) == (packed, 2, 1024)
+        steps_s[packed] = plan.predicted.step_s
+        status, out, _ = run(capsys, "timeline", str(file), "--out", str(tmp_path / "step.json"))
+        assert status == 0  # its step was traced again
+        shown = json.loads(run(capsys, "show", str(file), "--json")[1])
+        assert shown["packed"] == packed
+    assert steps_s["4:flash"] < 0.98 * steps_s["4"]
+    sweep = "sweep gpt2 --hardware a100 --packed 4:flash --seq 512 --batches 1 --assume nominal --json"
+    (row,) = json.loads(run(capsys, *sweep.split())[1])["rows"]
+    assert (row["batch"], row["seq"], row["fits"]) == (1, 512, True)
+
+
 def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal".split()
     status, out, _ = run(capsys, *argv)

@@ -11,6 +11,7 @@ import torch
 
 import elixir
 from elixir.errors import InputError, InputTypeError
+from elixir.hardware.profile import preset
 from elixir.plan.chunk_plan import divisions
 from elixir.search import minimum_waste_search, optimal_search, plan_from_trace, simple_search
 from elixir.search.problem.coarse_trace import pass_trace
@@ -106,6 +107,9 @@ def test_a_step_that_does_not_follow_from_its_question_is_refused() -> None:
     refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: StepQuestion(model=trace).build(), InputTypeError, "no model to build"),
         (lambda: StepQuestion(model="opt-125m", generate=3), InputTypeError, "generate is"),  # type: ignore[arg-type]
+        (lambda: StepQuestion(model="opt-125m", generate=(2, 2), packed=2), InputError, "leave out packed="),
+        (lambda: StepQuestion(model=torch.nn.Linear(1, 1), packed="2:flash"), InputError, "set attn_implementation="),
+        (lambda: StepQuestion(model="llama-3-8b", packed="2:flash").trace(preset("cpu")), InputError, "leave out :flash"),
         (lambda: StepQuestion.again(replace(trace, step=replace(trace.step, checkpoint=None))), InputError, "traced again"),
         (lambda: plan_from_trace(replace(trace, accesses=()), HARDWARE, 1), InputError, "uses no parameter"),
         (lambda: packed_step_of(make_plan(4), make_trace(layers=3)), InputError, "lacks"),

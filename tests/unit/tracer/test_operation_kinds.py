@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from transformers import AttentionInterface
 
+from elixir.errors import InputError, TraceError
 from elixir.hardware.profile import preset
+from elixir.models.flash_attention import attend_by_document
+from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
+from elixir.tracer.operation_kinds import AttentionOfDocuments, causal_scores
 from elixir.tracer.trace import trace_step
-from tests.common.tracing import cpu_trace
+from tests.common.tiny_models import tiny
+from tests.common.tracing import H200, cpu_trace
 
 
 class Block(nn.Module):
@@ -46,3 +53,84 @@ def test_allocations_cost_nothing() -> None:
 
     more = cpu_trace(Block(), {"x": torch.ones(256, 128)}, step)
     assert more.operations == block_trace().operations
+
+
+def attention_of(trace: StepTrace) -> list[tuple[str, int]]:
+    """Kind and FLOPs of each call of attention."""
+    called = [trace.operations[index] for access in trace.accesses for index in access.operations]
+    return [(operation.kind, operation.flops) for operation in called if operation.kind.startswith("attention")]
+
+
+def counted(*lengths: int, heads: int, width: int, causal: bool = True) -> list[tuple[str, int]]:
+    """The same of one layer that attends inside of documents of these lengths, by torch's formulas."""
+    shapes = [[(1, heads, length, width)] * 4 for length in lengths]
+    share = [causal_scores(n, n) / n**2 if causal else 1.0 for n in lengths]
+    forward = sum(sdpa_flop_count(*each[:3]) * part for each, part in zip(shapes, share, strict=True))
+    backward = sum(sdpa_backward_flop_count(*each) * part for each, part in zip(shapes, share, strict=True))
+    return [("attention", round(forward)), ("attention_backward", round(backward))]
+
+
+@pytest.mark.parametrize("names_begins", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "kernels-community/flash-attn2", "by document"])
+def test_packed_documents_cost_what_their_attention_computes(attention: str, names_begins: bool) -> None:
+    """A mask hides scores that were computed; flash attention computes none between documents. No package is needed."""
+    functions = dict(AttentionInterface())
+    model = tiny("llama", layers=1, device="meta", positions=1024)
+    if attention == "by document":
+        attend_by_document(model)
+    elif attention != "sdpa":
+        AttentionInterface.register(attention, AttentionInterface()["flash_attention_2"])
+        model.config._attn_implementation_internal = attention
+    packed = default_input(model, batch=2, seq=1024, packed=3)
+    if not names_begins:  # as transformers' collator leaves them out unless asked
+        packed = {name: value for name, value in packed.items() if not name.startswith(("cu_", "max_"))}
+
+    def traced(batch: dict[str, object]) -> StepTrace:
+        return trace_step(model, batch, default_step, hardware=H200, dtype=torch.bfloat16, optimizer=None)
+
+    lengths = [2048] if attention == "sdpa" else [342, 341, 341] * 2
+    trace = traced(packed)
+    assert attention_of(trace) == counted(*lengths, heads=4, width=16, causal=attention != "sdpa")
+    assert (trace.step.packed, trace.step.samples, trace.step.tokens) == ("6", 1, 2048)
+    apart = traced(default_input(model, batch=2, seq=1024) | {"use_cache": False})
+    assert attention_of(apart) == counted(1024, 1024, heads=4, width=16)
+    assert apart.step.packed is None
+    scores = 2048 * 2048  # each a byte of the mask, and two of the summand that attention makes of it
+    large = [each.bytes for each in trace.peak_contributors if each.kind == "activations" and each.bytes >= scores]
+    assert sum(large) == (3 * scores if attention == "sdpa" else 0)
+    kept = [each.operator for unit in trace.forwards for each in unit.operators if each.keepable]
+    assert "aten._flash_attention_forward.default" not in kept  # packages have other names for it
+    known = AttentionInterface()
+    assert all(known[name] is function for name, function in functions.items())
+    if attention != "sdpa":
+        with pytest.raises(TraceError, match="has no kernel for a CPU; trace for a CUDA device, or give the model"):
+            cpu_trace(model, packed, default_step, dtype=torch.bfloat16)
+        with pytest.raises(InputError, match="computes in bfloat16 or float16, found float32"):
+            trace_step(model, packed, default_step, hardware=H200, dtype=torch.float32, optimizer=None)
+
+
+def test_attention_of_documents_by_torch_itself() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    lengths = [5, 20, 7]
+    begins = torch.tensor([0, 5, 25, 32], dtype=torch.int32)
+
+    def step(model: nn.Module, inp: dict[str, torch.Tensor]) -> None:
+        x = model(inp["x"]).unflatten(-1, (4, 32))
+        varlen(x, x, x, inp["begins"], inp["begins"], 20, 20, window_size=(-1, 0)).sum().backward()
+
+    inp = {"x": torch.ones(32, 128), "begins": begins}
+    trace = trace_step(nn.Linear(128, 128), inp, step, hardware=H200, dtype=torch.bfloat16)
+    assert attention_of(trace) == counted(*lengths, heads=4, width=32)
+
+
+def test_scores_inside_of_windows_and_after_a_cache() -> None:
+    """Counted one by one: flash attention puts the last token next to the last key."""
+    for tokens, more, before, after, causal in [(9, 0, -1, -1, True), (9, 0, 3, 0, False), (9, 0, 20, 0, True),
+                                                (4, 6, -1, -1, True), (4, 6, 2, 0, True), (1, 8, -1, -1, True),
+                                                (6, 0, -1, -1, False)]:  # fmt: skip
+        query, key = torch.empty(1, tokens, 1, 1), torch.empty(1, tokens + more, 1, 1)
+        call = AttentionOfDocuments("attention", query, key, key, None, tokens, causal, (before, after))
+        at, keys = torch.arange(tokens)[:, None] + more, torch.arange(tokens + more)[None]
+        seen = (keys <= at) if causal or after == 0 else torch.ones(tokens, tokens + more, dtype=torch.bool)
+        seen &= (at - keys <= before) | (before < 0)
+        assert call.flops() == 4 * int(seen.sum())
