@@ -228,6 +228,7 @@ class ElixirModule(nn.Module):
                 engine.refuse_stale()
             except BaseException as error:
                 engine.forward_failed()
+                self._account.explain(error)
                 if begins:
                     self._account.begin_anew()
                 refuse_addresses(self.module, error)

@@ -239,6 +239,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
             stepper.gradients_scaled(scale.value)
         try:
             (loss * scale.value if scale.used else loss).backward(**kwargs)
+        except torch.OutOfMemoryError as error:
+            if self._engine.observer is not None:
+                self._engine.observer.explain(error)
+            raise
         except CheckpointError as error:
             if not self._engine.plan.step.compiled:
                 raise

@@ -69,6 +69,9 @@ class StepObserver(Protocol):
     def step_over(self, skipped: bool) -> None:
         """Notes that an optimizer has stepped, or has skipped its step after an overflow."""
 
+    def explain(self, error: BaseException) -> None:
+        """Adds to an error of a step what is known of its cause."""
+
     def spare_host_bytes(self) -> int:
         """Host memory that is free for this rank, less what its next steps take."""
 

@@ -388,11 +388,11 @@ class Program:
         free_bytes.here = 3 * GIB
 
     def report(self) -> dict[str, Any]:
-        """All that the last step says of itself, apart from seconds."""
+        """All that the last step says of itself, apart from seconds and sentences."""
         report = self.module.last_report
         if report is None:
             return {}
-        timed = ("waited_s", "busy_s", "step_s", "grad_norm", "host_forms", "predicted_step_s")
+        timed = ("waited_s", "busy_s", "step_s", "grad_norm", "host_forms", "predicted_step_s", "outgrown")
         fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
         found = {name: value for name, value in fields.items() if name not in timed}
         found["span"] = None if report.span is None else report.span.seconds()

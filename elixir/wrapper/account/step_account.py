@@ -50,6 +50,7 @@ class StepAccount:
         self._held = held  # chunks in blocks at the beginning of the step
         self._trained = 0  # passes of this step with gradients; outside of `accumulate` each forward is one
         self._tokens: int | None = 0  # their tokens
+        self._most_tokens = 0  # of one of them
         self._settled = self._engine.settled  # how often blocks had been emptied at its last forward
         self._odd = ""  # the reason why no plan predicts its loads
         self._in_parts = False  # whether it consists of calls of several models
@@ -81,6 +82,7 @@ class StepAccount:
             self._trained += first and not engine.joins_pass
             tokens = _tokens(args, kwargs)
             self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
+            self._most_tokens = max(self._most_tokens, tokens or 0)
         return begins
 
     def _begin(self, *, in_parts: bool) -> None:
@@ -143,13 +145,13 @@ class StepAccount:
             engine, self._promise, self._known[course], self._clock.stop(), self._tokens, first=before is None
         )
         self._early += report.early
-        self.last_report = replace(report, early_so_far=self._early)
+        self.last_report = replace(report, early_so_far=self._early, outgrown=self._outgrown())
         self._start()
         self._say_if_slow(before, self.last_report)
         surprises = {} if skipped else self.last_report.surprises()
         if surprises and not self._warned:
             self._warned = True
-            causes = [*self._causes(self.last_report.micro_batches, untraced)]
+            causes = [*self._causes(self.last_report, untraced)]
             if "process_peak" in surprises:
                 causes.append("the program has grown since its model was wrapped: say by how much with reserve=")
             logger.warning("this step differs from its plan: %s", "; ".join([differences(surprises), *causes]))
@@ -166,10 +168,25 @@ class StepAccount:
                 self._said_slow = True
                 logger.log(logging.DEBUG if self._engine.group.rank else logging.WARNING, "%s", report.slow_text())
 
-    def _causes(self, micro_batches: int, untraced: frozenset[int]) -> Iterator[str]:
+    def _outgrown(self) -> str:
+        """The sentence that names a micro-batch larger than planned; empty if there is none."""
+        planned = self._engine.plan.step.tokens
+        if planned is None or self._most_tokens <= planned:
+            return ""
+        return f"batches of {planned:,} tokens were planned, this one has {self._most_tokens:,}: plan with the largest"
+
+    def explain(self, error: BaseException) -> None:
+        """Adds that a micro-batch is larger than planned to an error of torch that the device's memory ran out."""
+        outgrown = self._outgrown()
+        if outgrown and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(outgrown)
+
+    def _causes(self, report: StepReport, untraced: frozenset[int]) -> Iterator[str]:
         """The known reasons why a step needs more than its plan says."""
         engine = self._engine
-        planned = engine.plan.passes
+        planned, micro_batches = engine.plan.passes, report.micro_batches
+        if report.outgrown:
+            yield report.outgrown
         if micro_batches != planned:
             kind = "micro-batches" if engine.plan.pass_size == 1 else "passes"
             yield f"it had {micro_batches} {kind}, planned were {planned}: see accumulation="

@@ -210,6 +210,8 @@ class StepReport:
     host. Waits that are not over when a step is reported count for the next."""
     process_parts: dict[str, int] = field(default_factory=dict)
     """The predicted ``process_peak`` by what holds it; less than that if the process once held more."""
+    outgrown: str = ""
+    """A sentence about a micro-batch with more tokens than were planned; empty for most steps."""
     not_compared: str = ""
     """The reason why this step's loads and bytes have no prediction; empty for most steps.
 
@@ -325,6 +327,8 @@ class StepReport:
         causes.append(f"{wrong}: plan with those that `elixir hardware --measure --out hw.json` finds here")
         if self.hardware_name in preset_names():  # nobody measured them here
             causes.insert(0, causes.pop())
+        if self.outgrown:
+            causes.insert(0, self.outgrown)
         times, slowest = self.times_slowest or 0.0, format_seconds(self.slowest_s or 0.0)
         return (
             f"the step took {times:.1f} times the {slowest} at which its prediction ends; likely causes: "

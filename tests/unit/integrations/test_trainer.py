@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import HfArgumentParser, LlamaForCausalLM, Trainer
+from transformers import DataCollatorWithFlattening, HfArgumentParser, LlamaForCausalLM, Trainer
 
 import elixir
 from elixir.errors import ArtifactError, InputError, InputTypeError, TraceError
@@ -107,6 +107,31 @@ def test_micro_batches_of_a_step_pass_each_layer_together(tmp_path: Path) -> Non
     module = ours.trainer.elixir.module
     assert module.plan.pass_size == 2
     assert module.last_report.micro_batches == 1  # one pass, with one backward
+    module.close()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["tight", "resident"])
+def test_flattened_batches_train_as_without_a_plan(name: str, checkpointed: bool, tmp_path: Path) -> None:
+    """Documents of other lengths lie in each row; the largest row was planned."""
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=checkpointed, return_tensors="pt")
+    documents = [{key: row[key] for key in ("input_ids", "labels")} for row in rows(14, 0)]
+    runs = {}
+    for kind, more in ((PLAIN, {}), (ElixirTrainer, {"elixir": PLANS[name]})):
+        folder = tmp_path / kind.__name__
+        args = arguments(folder, **SHORT_ARGUMENTS, gradient_checkpointing=checkpointed)
+        trainer = kind(model=llama(), args=args, train_dataset=documents, data_collator=collator, **more)
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        runs[kind] = (logged(trainer), folder / "final", trainer)
+    (plain, saved, _), (mine, ours, trainer) = runs.values()
+    assert plain == mine
+    assert same(saved, ours)
+    module = trainer.elixir.module
+    longest = sorted(len(row["input_ids"]) for row in documents)[-2:]
+    assert (module.plan.step.packed, module.plan.step.tokens) == ("2", sum(longest))
+    assert any(not chunk.resident for chunk in module.plan.chunks) == (name == "tight")
     module.close()
 
 

@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dft": {"loss_type": "dft"},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "packing": {"packing": True, "gradient_checkpointing": True},
+    "padding free": {"padding_free": True, "max_length": None},
 }
 
 
@@ -66,6 +67,7 @@ def test_sft_logs_and_saves_what_it_does_alone(name: str, tmp_path: Path) -> Non
     plain = fine_tuned(trl.SFTTrainer, tmp_path / "plain", **SETTINGS[name])
     ours = fine_tuned(with_elixir(trl.SFTTrainer), tmp_path / "ours", elixir=ON_HOST, **SETTINGS[name])
     assert logged(ours) == logged(plain)
+    assert (ours.elixir.module.plan.step.packed is not None) == (name in ("packing", "padding free"))
     assert all("num_tokens" in entry and "entropy" in entry for entry in logged(ours)[:-1])
     for step in ("checkpoint-2", "checkpoint-4"):
         one, other = (load_file(tmp_path / run / step / "model.safetensors") for run in ("plain", "ours"))
