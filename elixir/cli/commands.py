@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elixir.cli import files, from_flags, output
 from elixir.errors import InputError
@@ -32,6 +32,7 @@ from elixir.show.memory_curve import plot_memory
 from elixir.show.page import View, plan_view, trace_view
 from elixir.show.plan_map import plot_plan
 from elixir.show.style import is_page
+from elixir.show.what_to_write import YOURS, code_text, what_to_write
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, parse_bytes
 
@@ -103,7 +104,8 @@ def run_plan(args: argparse.Namespace) -> Iterator[output.Said]:
         from elixir.models.plannable import refuse_compiled
 
         refuse_compiled(model, answer.plan)
-    yield from _plan_shown(args, answer, choice, replace(answer.plan, weight_files=kept))
+    code = what_to_write(answer, type(model).__name__)
+    yield from _plan_shown(args, answer, choice, replace(answer.plan, weight_files=kept), code)
 
 
 def _answer(args: argparse.Namespace, question: Question) -> Answer:
@@ -136,21 +138,23 @@ def _optimizer(args: argparse.Namespace, trace: StepTrace | None) -> str | None:
 
 
 def _plan_shown(
-    args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan
+    args: argparse.Namespace, answer: Answer, choice: BatchChoice | None, plan: Plan, code: dict[str, str]
 ) -> Iterator[output.Said]:
-    """Saves and draws a plan, and says it, with the memory that must be free, and what would make it better."""
+    """Saves and draws a plan, and says it, with the memory that must be free, what would make it better, and the code
+    that runs it."""
     told = not (args.brief or args.json)
     levers = answer.levers() if (told or is_page(args.plot)) and not args.no_levers else ()
 
     def views() -> list[View]:
         trace, hardware, _ = answer.question
-        why = explain(plan, trace, hardware, levers=False)
-        return [plan_view(plan, trace, hardware, explanation=why, levers=levers, must_be_free_bytes=free_bytes)]
+        said: dict[str, Any] = {"levers": levers, "must_be_free_bytes": free_bytes, "notes": code_text("", code)}
+        return [plan_view(plan, trace, hardware, explanation=explain(plan, trace, hardware, levers=False), **said)]
 
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
     free_bytes = need.machine_bytes(ranks)
     written = files.written((args.out, plan.save), files.plotted(args.plot, views, partial(plot_plan, plan)))
-    yield plan.to_dict() | {"must_be_free": {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}}
+    must_be_free = {"machine_bytes": free_bytes, "processes": ranks, "parts": need.parts}
+    yield plan.to_dict() | {"must_be_free": must_be_free, "what_to_write": code}
     if choice is not None and not args.brief:
         yield tables.batch_table(choice)
     given = args.host_memory
@@ -159,12 +163,17 @@ def _plan_shown(
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for name, nbytes in need.parts.items())
     yield str(plan)
     yield f"  must be free  {format_bytes(free_bytes)}{of_given} of each machine's memory{of_each}: {parts}"
+    there = answer.question.hardware.host_memory_bytes
+    if there is not None and free_bytes > there:
+        output.note(f"that is more than the {format_bytes(there)} which {plan.hardware_name} has")
     if not args.brief:
         yield tables.plan_tables(plan)
     if plan.uses_disk:
         yield tables.wear(plan, args.disk_endurance)
     if told and levers:
         yield tables.plan_levers_table(plan, levers)
+    if code and not args.brief:
+        yield code_text(f"what to write\n{YOURS}", code).lstrip()
     yield from written
 
 

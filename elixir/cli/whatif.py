@@ -13,7 +13,7 @@ from typing import Any
 
 from elixir.artifact import write_atomically
 from elixir.cli import INTERRUPTED_STATUS, files, from_flags, output
-from elixir.errors import InputError
+from elixir.errors import InputError, unknown_name
 from elixir.hardware.profile import HardwareProfile, preset, preset_names
 from elixir.models.model_shape import find
 from elixir.plan.plan import Plan
@@ -21,13 +21,25 @@ from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.sweep import HOST_PER_DEVICE_BYTE, SweepInterrupted, SweepRow, fit, sweep, with_network
+from elixir.search.whatif.settings import FEWER_BITS
+from elixir.search.whatif.sweep import (
+    HOST_PER_DEVICE_BYTE,
+    METHODS,
+    Choices,
+    Fit,
+    SweepInterrupted,
+    SweepRow,
+    fit,
+    sweep,
+    with_network,
+)
 from elixir.show.explanation_tables import explanation_record, explanation_shown
 from elixir.show.page import plan_view
 from elixir.show.style import FORMATS, RESOURCE_LABELS
-from elixir.show.sweep import cost_text, fit_text, plot_sweep, reasons, row_text, sweep_table, to_frame
+from elixir.show.sweep import cost_text, fit_table, plot_sweep, reasons, row_text, settings_text, sweep_table, to_frame
 from elixir.show.tables import plan_levers_table
 from elixir.show.timeline import plot_timeline, save_chrome_trace
+from elixir.show.what_to_write import YOURS, code_text, what_to_write
 from elixir.step_trace import StepTrace
 from elixir.units import format_bytes, format_seconds
 
@@ -52,61 +64,137 @@ def run_sweep(args: argparse.Namespace) -> Iterator[output.Said]:
     )
     yield _rows_record(rows, prices)
     yield _rows_shown(rows, "on paper", prices)
-    yield _conclusion(args, rows, machines, prices)
+    yield from _conclusion(args, rows, machines, prices)
     yield from written
     if interrupted is not None:
         yield _cut_short(args, interrupted)
 
 
 def run_fit(args: argparse.Namespace) -> Iterator[output.Said]:
-    """The smallest known machine that can train a model, and what comes next."""
+    """The best settings of each method on the machines that were named, or the smallest that can train a model."""
     files.refuse_artifact(args.model)
     if args.runtime:
         from elixir.cli import peers
 
         yield from peers.run_fit(args)
         return
-    prices, names = _prices(args), args.hardware
+    prices, names, methods = _prices(args), args.hardware, _methods(args)
     if names is None and args.devices_per_host is not None:
         names = [name for name in preset_names() if preset(name).device_kind == "cuda"]
     machines = None if names is None else _machines(args, names)
-    asked = partial(fit, args.model, machines, batch=args.batch or 1, counts=args.world_sizes)
+    asked = partial(
+        fit,
+        args.model,
+        machines,
+        batch=args.batch or 1,
+        counts=args.world_sizes or ([1] if args.hardware else None),
+        methods=methods,
+        choices=_choices(args),
+        each_machine=bool(args.hardware) or len(methods) == 1,
+    )
     found, interrupted = _tried(args, asked)
-    best = found.best
-    yield {**dataclasses.asdict(found), **_rows_record(found.rows, prices)}
-    if best is None:
-        yield _rows_shown(found.rows, f"{found.model}: the most devices of each machine")
-    else:
-        yield fit_text(found.model, best)
-        yield _cost(best, prices, args.tokens)
-        if not args.brief:
-            yield _rows_shown(found.rows, "the fewest devices of each machine, smallest first", prices)
-        yield _conclusion(args, found.rows, machines, prices)
+    assumed = ("host_budget",) if args.host_budget is None else ()  # of the host's memory only what was given
+    kind = "" if find(args.model) is not None else type(from_flags.step_asked(args, model=args.model).build()).__name__
+    written = [{} if each is None else what_to_write(each, kind, without=assumed) for each in found.answers]
+    record = _rows_record(found.rows, prices)
+    for row, code in zip(record["rows"], written, strict=True):
+        row["what_to_write"] = code
+    best = None if found.best is None else record["rows"][0]
+    yield {"model": found.model, "best": best, **record}
+    yield from _fit_shown(args, found, prices)
+    if found.best is not None:
+        yield from _cost(found.best, prices, args.tokens)
+    yield from _conclusion(args, found.rows, machines, prices)
+    if not args.brief:
+        yield from _code_shown(found.rows, written, each=bool(args.hardware))
     if interrupted is not None:
         yield _cut_short(args, interrupted)
     elif best is None:
-        last = found.rows[-1]
-        given = zip(names or (), machines or (), strict=True)
-        name = next((text for text, machine in given if machine.name == last.machine), last.machine)
-        boxes = "" if args.devices_per_host is None else f" --devices-per-host {args.devices_per_host}"
         print(
-            f"elixir fit: {found.model} fits no machine that was tried; `elixir plan {args.model} --hardware "
-            f"{name} --world-size {last.world_size}{boxes}`, with --host-memory and the flags of the step, lists what "
-            "would help there; or try more --world-sizes with --network",
+            f"elixir fit: {found.model} fits no machine that was tried; `elixir plan {args.model}` with --hardware and "
+            "the flags of the step lists all that would help",
             file=sys.stderr,
         )
         yield UNSOLVED_STATUS
+
+
+def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The methods that are asked for, with rank and form as flags say.
+
+    Raises:
+        InputError: a method is unknown.
+    """
+    only = "qlora" if args.quantised else "lora"
+    names = args.methods or ([only] if args.quantised or args.lora else METHODS)
+    unknown = next((name for name in names if name not in METHODS), None)
+    if unknown is not None:
+        raise unknown_name("method", unknown, METHODS)
+    flags = {"lora": args.lora, "quantised": args.quantised}
+    return {name: {key: flags[key] or value for key, value in METHODS[name].items()} for name in names}
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    """The settings that no flag has settled."""
+    settled = any(value is not None for value in (args.accumulation, args.pass_size, args.inp)) or not args.hardware
+    return Choices(
+        micro_batch="given" if settled else "any" if args.batch is None else "of a step",
+        moments=args.moments is None,
+        activations=args.checkpoint is None,
+        exact=bool(args.hardware),
+    )
+
+
+def _code_shown(rows: Sequence[SweepRow], codes: Sequence[dict[str, str]], *, each: bool) -> Iterator[str]:
+    """What to write for each row that fits, or for the smallest machine of each method."""
+    seen = set[str | None]()
+    for row, code in zip(rows, codes, strict=True):
+        if code and (each or row.method not in seen):
+            if not seen:
+                yield YOURS
+            seen.add(row.method)
+            yield code_text(f"{row.method} on {row.world_size} x {row.machine}: {settings_text(row)}", code)
+
+
+def _fit_shown(args: argparse.Namespace, found: Fit, prices: Prices | None) -> Iterator[output.Shown]:
+    """The rows, why some do not fit, and what the settings leave open."""
+    rows = found.rows
+    seq = next((row.seq for row in rows if row.seq), None)
+    yield fit_table(rows, f"{found.model}{f', {seq:,} tokens a sample' if seq else ''}", prices)
+    for number, reason in enumerate(reasons(rows), 1):
+        enough = next((row.enough for row in rows if row.reason == reason and row.enough), "")
+        name, _, value = enough.partition("=")
+        advice = f"; --{name.replace('_', '-')} {value} suffices" if enough else ""
+        yield f"[{number}] {reason}{advice}"
+    fitting = [row for row in rows if row.fits]
+    if any(row.moments == FEWER_BITS for row in fitting) and args.moments is None:
+        yield "moments in 8 bits change numbers a little; --moments float32 goes without"
+    if fitting and args.batch is None and args.accumulation is None:
+        chosen = "is the fastest" if args.hardware else "is 1; --hardware NAME chooses it"
+        yield f"the micro-batch {chosen}; accumulate as many as a step is to have (--batch says how many samples)"
 
 
 def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, SweepInterrupted | None]:
     """The outcome of a sweep or a fit, of whose rows standard error tells as they come; and the interrupt that ended
     it, if one did."""
     asked = from_flags.asked(args, from_flags.optimizer_asked(args.optimizer))
-    tell: dict[str, Any] = {"each": lambda row: print(row_text(row), file=sys.stderr, flush=True)}
+    told = list[str]()
+
+    def tell(row: SweepRow) -> None:
+        told.append(row_text(row))
+        if not sys.stderr.isatty():  # on a terminal the rows so far go when the table comes
+            print(told[-1], file=sys.stderr, flush=True)
+
     try:
         with output.progress() as progress:
+
+            def say(text: str, done: int, count: int) -> None:
+                progress("\n".join((*told, text)), done, count)
+
             step = from_flags.step_asked(args)
-            return ask(step=step, asked=asked, network_bytes_per_s=args.network, progress=progress, **tell), None
+            if args.command == "fit":  # methods say which adapters, and a model without fused kernels runs as it is
+                step = replace(step, lora=None, quantised=None, use_fused_kernels=True)
+            more: dict[str, Any] = {"network_bytes_per_s": args.network, "progress": say, "each": tell}
+            return ask(step=step, asked=asked, **more), None
     except SweepInterrupted as stop:
         return stop.found, stop
 
@@ -229,7 +317,7 @@ def _conclusion(
     machines: list[HardwareProfile] | None,
     prices: Prices | None,
 ) -> Iterator[str]:
-    """The row that costs least per token, if there are prices of several; notes what the presets leave open and every
+    """The row that costs least per token, if there are prices of several; and what the presets leave open and every
     plan here rests on."""
     costs = (
         [] if prices is None else [(cost.per_million, at) for at, row in enumerate(rows) if (cost := prices.cost(row))]
@@ -239,8 +327,8 @@ def _conclusion(
         yield from _cost(rows[min(costs)[1]], prices, args.tokens)
     given = args.host_memory is not None or args.host_budget is not None
     if not given and (machines is None or any(m.host_memory_bytes is None for m in machines)):
-        output.note(
-            f"host memory assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
+        yield (
+            f"host memory is assumed to be {HOST_PER_DEVICE_BYTE} x that of the devices in use; --host-memory says "
             "what a machine really has"
         )
 

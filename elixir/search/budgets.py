@@ -16,7 +16,7 @@ from elixir.hardware.profile import HardwareProfile
 from elixir.hardware.promises import Outstanding, outstanding
 from elixir.search.propose.sizes import Budgets
 from elixir.search.request import FREE_HERE, SearchRequest, Size
-from elixir.units import LARGEST_BYTES, MIB, format_bytes, parse_bytes
+from elixir.units import GIB, LARGEST_BYTES, MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +258,11 @@ def _left(free: int, promised: int, memory: str, others: Outstanding) -> int:
 
 def _profile_host(hardware: HardwareProfile) -> int:
     if hardware.host_memory_bytes is None:
+        # About as much as a machine with this device has: the next power of two after twice its memory.
+        size = f"{1 << (2 * hardware.device_memory_bytes // GIB).bit_length()}GiB"
         raise InputError(
             f"hardware profile {hardware.name!r} does not say how much host memory its machine has; "
-            "give it: host_memory='512GiB', on the command line --host-memory 512GiB"
+            f"give it: host_memory='{size}', on the command line --host-memory {size}"
         )
     return hardware.host_memory_bytes
 

@@ -74,7 +74,7 @@ class StepQuestion:
         if self.dtype is not None:
             parse_dtype(self.dtype)
         if self.quantised and not (self.lora or self.forward or self.generate):
-            raise InputError("quantised weights are frozen, so nothing would train; add adapters, lora=16")
+            raise InputError("quantised weights are frozen, so nothing would train; add adapters, lora=16 (--lora 16)")
         if self.positions is not None:
             check_count("positions", self.positions)
             if not isinstance(self.model, str):

@@ -55,7 +55,7 @@ def sweep_table(rows: Sequence[SweepRow], title: str = "on paper", prices: Price
         "bound by, chunks with states on host",
     ]
     if prices is not None:
-        columns.append(f"{prices.currency} an hour, a million")
+        columns.append(f"{prices.currency} an hour, a million tokens")
     body = []
     for row in rows:
         machine = f"{row.world_size} x {row.machine}"
@@ -119,20 +119,59 @@ def reasons(rows: Sequence[SweepRow]) -> list[str]:
     return list(dict.fromkeys(row.reason for row in rows if not row.fits))
 
 
-def fit_text(model: str, best: SweepRow) -> str:
-    """One sentence on the smallest machine that can train a model."""
-    speed = "" if best.tokens_per_s is None else f", {best.tokens_per_s:,.0f} tokens/s"
-    return (
-        f"{model} (batch {best.batch} a rank, {best.dtype}) fits {best.world_size} x {best.machine}: "
-        f"{range_text(best.step_s or 0.0, _range(best))} a step{speed}, {speed_of_device(best)} TFLOP/s a device, "
-        f"{format_bytes(best.device_peak_bytes or 0)} of each device and {format_bytes(best.host_peak_bytes or 0)} "
-        f"of host memory; {format_bytes(best.must_be_free_bytes or 0)} of each machine's memory must be free"
-    )
+def fit_table(rows: Sequence[SweepRow], title: str, prices: Prices | None = None) -> Table:
+    """One line per method and machine, with the settings that were chosen (rich). One that does not fit shows the
+    number of its reason in `reasons`, from 1."""
+    columns = ["method", "machine", "settings", "tokens/s", "of each device", "host, must be free", "bound by"]
+    if prices is not None:
+        columns.append(f"{prices.currency} an hour, a million tokens")
+    body = []
+    for row in rows:
+        named = [row.method or "-", f"{row.world_size} x {row.machine}"]
+        cost = [] if prices is None else [_cost_cell(prices.cost(row))]
+        if not row.fits:
+            number = reasons(rows).index(row.reason) + 1
+            body.append([*named, f"does not fit [{number}]", "-", "-", "-", "-", *cost])
+            continue
+        peaks = [format_bytes(amount or 0) for amount in (row.device_peak_bytes, row.must_be_free_bytes)]
+        bound = style.RESOURCE_LABELS.get(row.bound_by or "", row.bound_by or "")
+        body.append([*named, settings_text(row), _speeds(row), *peaks, bound, *cost])
+    if not any(row.method for row in rows):
+        columns, body = columns[1:], [cells[1:] for cells in body]
+    return list_table(title, columns, body)
+
+
+def settings_text(row: SweepRow) -> str:
+    """The settings of a row that fits, in words."""
+    passes = f" in passes of {row.pass_size}" if (row.pass_size or 1) > 1 else ""
+    found = [
+        f"rank {row.lora}" if row.lora else "",
+        row.quantised or "",
+        f"moments in {row.moments}" if row.moments != "float32" else "",
+        "activations chosen" if row.activations else "",
+        f"checkpointing {row.checkpoint}" if row.checkpoint not in (None, "none") else "",
+        "fused kernels" if row.fused_kernels else "",
+        f"batch {row.batch} x {row.accumulation}{passes}",
+    ]
+    return ", ".join(filter(None, found))
+
+
+def _speeds(row: SweepRow) -> str:
+    """Tokens or samples a second, and their range in a second line."""
+    speed, between = _amount(row), _range(row)
+    if speed is None or row.step_s is None:
+        return "-"
+    digits = ",.0f" if row.tokens_per_s is not None else ",.1f"
+    unit = "" if row.tokens_per_s is not None else " samples/s"
+    low_high = [format(speed * row.step_s / seconds, digits) for seconds in reversed(between or ())]
+    return f"{speed:{digits}}{unit}" + (f"\n{' to '.join(low_high)}" if low_high else "")
 
 
 def row_text(row: SweepRow) -> str:
     """One line on a combination: its time a step and its speed, or why it does not fit."""
     named = f"{row.model}, batch {row.batch}, {row.world_size} x {row.machine}"
+    if row.method:
+        named = f"{row.method}: {named}"
     if not row.fits:
         return f"{named}: does not fit: {row.reason}"
     return f"{named}: {range_text(row.step_s or 0.0, _range(row))} a step, {_speed(row)} per s"

@@ -11,7 +11,7 @@ from elixir.errors import Lever, PlanError, how_far, readable_bytes
 from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.answer import Answer, evaluate
 from elixir.search.advise.changes import Change, for_memory, in_parts, more_machine
-from elixir.search.budgets import processes_bytes
+from elixir.search.budgets import CUDA_CONTEXT_BYTES, processes_bytes
 from elixir.search.planner import budgets_of, least_bytes, least_host_bytes, planned, setting_for
 from elixir.search.problem.placement import Spill
 from elixir.search.propose.shortage import lacks_room, live_bytes, room
@@ -79,6 +79,27 @@ def with_levers(error: PlanError, question: Question) -> PlanError:
         levers=tuple(levers),
         details=tuple(_details(error, question, budgets, needed_bytes, short_of_device=short_of_device)),
     )
+
+
+def in_short(error: PlanError, question: Question) -> PlanError:
+    """The error with one lever at most, counted and not planned: as much of the short memory as suffices.
+
+    Args:
+        error: what was found to be missing.
+        question: as asked.
+    """
+    budgets, hardware = budgets_of(question), question.hardware
+    option, needed_bytes = "device_memory", error.needed_bytes
+    action = "let the plan have more of the device"
+    if error.available_bytes != budgets.device_bytes or budgets.device_bytes == budgets.given_host_bytes:
+        option, action = question.request.host_option, "give the host more memory"
+        least = max(least_bytes(question, budgets.device_bytes), least_host_bytes(question))
+        needed_bytes = _enough_of_host(question, least)
+    elif needed_bytes > hardware.device_memory_bytes - CUDA_CONTEXT_BYTES:
+        needed_bytes = 0  # the device has no more
+    size = readable_bytes(needed_bytes, up=True).replace(" ", "")
+    levers = [Lever(action, 0, argument=option, value=size, options=((option, size),))] if needed_bytes else []
+    return PlanError(error.what, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, levers=levers)
 
 
 def _shares_memory(question: Question) -> bool:
@@ -275,7 +296,7 @@ def _lora(trace: StepTrace, budgets: Budgets) -> Iterator[Lever]:
     live = live_bytes(trace)
     if live <= budgets.device_bytes and takes + live <= budgets.device_bytes + budgets.host_bytes:
         action = (
-            f"train with LoRA (by name: --lora 16; in 4 bits: --quantised nf4): frozen weights take "
+            f"train with LoRA (by name: --lora 16; in 4 bits: --lora 16 --quantised nf4): frozen weights take "
             f"{format_bytes(takes)} of device and host together, activations {format_bytes(live)} of the device"
         )
         yield Lever(action, 0)

@@ -7,7 +7,7 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -22,17 +22,17 @@ from elixir.plan.process_need import must_be_free_bytes
 from elixir.search.advise.activations import that_keeps_everything, trace_that_keeps
 from elixir.search.advise.answer import Answer
 from elixir.search.budgets import resolve_budgets
-from elixir.search.planner import plan_or_shortage, setting_for
-from elixir.search.propose.shortage import lacks_device, live_bytes, room
+from elixir.search.planner import plan_or_shortage
 from elixir.search.propose.sizes import Budgets
 from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import profile_for, with_exact_moves
 from elixir.search.simulator.simulation import Simulation, simulate_step
+from elixir.search.whatif.settings import METHODS, Choices, best_settings, check_room
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_bytes
 
-__all__ = ["HOST_PER_DEVICE_BYTE", "Fit", "SweepRow", "doublings", "fit", "sweep"]
+__all__ = ["HOST_PER_DEVICE_BYTE", "METHODS", "Choices", "Fit", "SweepRow", "doublings", "fit", "sweep"]
 
 Collected = TypeVar("Collected")
 ON_PAPER = SearchRequest(world_size=1, optimizer_type="AdamW")
@@ -106,6 +106,17 @@ class SweepRow:
     """Bytes of one machine that all its processes take, libraries and programs included."""
     ranks_per_host: int | None = None
     """Ranks on one machine."""
+    method: str | None = None
+    """One of `METHODS`, if several were compared; the settings that follow are those that were chosen."""
+    lora: int | None = None
+    quantised: str | None = None
+    moments: str | None = None
+    checkpoint: str | None = None
+    """Activation checkpointing."""
+    fused_kernels: bool | None = None
+    pass_size: int | None = None
+    enough: str = ""
+    """If it does not fit: the argument of a search, with its value, that suffices; empty if none is known."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,10 @@ class Fit:
     best: SweepRow | None
     """The smallest machine that can train the model; None where none of them can."""
     rows: tuple[SweepRow, ...]
-    """Per machine: its fewest devices that can, in order of size; then those that cannot, with their most devices."""
+    """Per machine and method: its fewest devices that can, in order of size; then those that cannot, with their most
+    devices."""
+    answers: tuple[Answer | None, ...] = ()
+    """Of each row; None if it does not fit."""
 
 
 class SweepInterrupted(KeyboardInterrupt):
@@ -184,7 +198,7 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
         )
         for model, batch, hardware, count in product(models, batches, profiles, world_sizes)
     ]
-    return _tried(cases, request, lambda rows: [row for _, row in rows], progress, each)
+    return _tried(cases, request, lambda rows: [row for _, row, _ in rows], progress, each)
 
 
 def fit(  # noqa: PLR0913 - as `sweep`
@@ -198,6 +212,9 @@ def fit(  # noqa: PLR0913 - as `sweep`
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
     each: Callable[[SweepRow], None] | None = None,
+    methods: Mapping[str, Mapping[str, Any]] | None = None,
+    choices: Choices | None = None,
+    each_machine: bool = True,
     **options: Any,
 ) -> Fit:
     """The smallest of the machines and device counts that can train `model`, and how fast; with what comes next.
@@ -207,6 +224,10 @@ def fit(  # noqa: PLR0913 - as `sweep`
     Args:
         machines: all presets with a GPU by default.
         counts: numbers of devices; by default 1, 2, 4, ... up to what one machine holds.
+        methods: ways to fine-tune, each with the fields of `StepQuestion` that it takes, such as `METHODS`; None: the
+            step as it is.
+        choices: the settings that are chosen for each machine; None: all are as asked.
+        each_machine: whether all machines are tried, or each method up to the smallest that can.
 
     The other arguments and the errors are those of `sweep`.
     """
@@ -219,14 +240,32 @@ def fit(  # noqa: PLR0913 - as `sweep`
     check_count("batch", batch)
     for count in counts or ():
         check_count("a count", count)
+    ways = methods or {"": {}}
     cases = [
-        _Case(replace(step, model=model, batch=batch), hardware, count, f"{model} on {count} x {hardware.name}", place)
+        _Case(
+            replace(step, model=model, batch=batch, **fields),
+            hardware,
+            count,
+            f"{name and f'{name}: '}{model} on {count} x {hardware.name}",
+            (name, place if each_machine else 0),
+            name or None,
+            choices,
+        )
+        for name, fields in ways.items()
         for place, hardware in enumerate(profiles)
         for count in (doublings(hardware.devices_per_host) if counts is None else sorted(dict.fromkeys(counts)))
     ]
     if not cases:
         raise InputError("no machine to try: give at least one")
-    cases.sort(key=lambda case: (case.hardware.device_memory_bytes * case.world_size, case.world_size, case.machine))
+    order = list(ways)
+    cases.sort(
+        key=lambda case: (
+            order.index(case.method or ""),
+            case.hardware.device_memory_bytes * case.world_size,
+            case.world_size,
+            case.left_alone,
+        )
+    )
     return _tried(cases, request, _fit_of, progress, each)
 
 
@@ -237,50 +276,58 @@ class _Case(NamedTuple):
     hardware: HardwareProfile
     world_size: int
     text: str
-    machine: int | None = None
-    """A number for each machine that is left alone once it has a row that fits; None: all are tried."""
+    left_alone: tuple[str, int] | None = None
+    """The method and the machine, which are left alone once they have a row that fits; None: all are tried."""
+    method: str | None = None
+    choices: Choices | None = None
+
+
+Outcome = Answer | ElixirError | None
+Rows = list[tuple[_Case, SweepRow, Outcome]]
 
 
 def _tried(
     cases: Sequence[_Case],
     request: SearchRequest,
-    outcome: Callable[[list[tuple[_Case, SweepRow]]], Collected],
+    outcome: Callable[[Rows], Collected],
     progress: Progress | None,
     each: Callable[[SweepRow], None] | None,
 ) -> Collected:
     """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
-    traces, rows, errors = Traces(), list[tuple[_Case, SweepRow]](), list[ElixirError | None]()
+    traces, rows = Traces(), Rows()
     for done, case in enumerate(cases):
-        if any(row.fits and case.machine is not None and case.machine == other.machine for other, row in rows):
+        if case.left_alone and any(row.fits and case.left_alone == other.left_alone for other, row, _ in rows):
             continue
         if progress is not None:
             progress(case.text, done, len(cases))
         try:
-            row, error = try_out(traces, replace(request, world_size=case.world_size), case)
+            row, found = try_out(traces, replace(request, world_size=case.world_size), case)
         except KeyboardInterrupt:
             if not rows:
                 raise
             raise SweepInterrupted(outcome(rows), done, len(cases)) from None
-        if each is not None and _was_planned(error):
+        if each is not None and _was_planned(found):
             each(row)
-        rows.append((case, row))
-        errors.append(error)
-    if not any(map(_was_planned, errors)):
-        raise next(error for error in errors if error is not None)
+        rows.append((case, row, found))
+    if not any(_was_planned(found) for _, _, found in rows):
+        raise next(found for _, _, found in rows if isinstance(found, ElixirError))
     return outcome(rows)
 
 
-def _was_planned(error: ElixirError | None) -> bool:
+def _was_planned(found: Outcome) -> bool:
     """Whether a combination got as far as a plan, or to the memory that it lacks."""
-    return error is None or isinstance(error, PlanError)
+    return not isinstance(found, ElixirError) or isinstance(found, PlanError)
 
 
-def _fit_of(rows: Sequence[tuple[_Case, SweepRow]]) -> Fit:
-    """The rows that fit, and of each other machine the last one."""
-    best = [row for _, row in rows if row.fits]
-    fitting = {case.machine for case, row in rows if row.fits}
-    others = {case.machine: row for case, row in rows if case.machine not in fitting}
-    return Fit(rows[0][1].model, next(iter(best), None), (*best, *others.values()))
+def _fit_of(rows: Rows) -> Fit:
+    """The rows that fit, and of each other machine and method the last one."""
+    fitting = [(row, found) for _, row, found in rows if row.fits]
+    fits = {case.left_alone for case, row, _ in rows if row.fits}
+    others = {case.left_alone: (row, None) for case, row, _ in rows if case.left_alone not in fits}
+    listed = [*fitting, *others.values()]
+    answers = tuple(found if isinstance(found, Answer) else None for _, found in listed)
+    best = fitting[0][0] if fitting else None
+    return Fit(rows[0][1].model, best, tuple(row for row, _ in listed), answers)
 
 
 def doublings(most: int) -> tuple[int, ...]:
@@ -297,36 +344,53 @@ def doublings(most: int) -> tuple[int, ...]:
 class Traces:
     """Traces by what they depend on: the model, the batch, and of the machine only its kind and compute capability."""
 
-    models: dict[str, nn.Module] = field(default_factory=dict)
-    """Models that were built for traces, by name; at most one."""
+    models: dict[tuple[object, ...], nn.Module] = field(default_factory=dict)
+    """Models that were built for traces, by name and adapters; at most one."""
     _known: dict[tuple[object, ...], StepTrace | ElixirError] = field(default_factory=dict)
     _kinds: dict[tuple[object, ...], dict[Any, Any]] = field(default_factory=dict)
 
     def get(self, step: StepQuestion, hardware: HardwareProfile, request: SearchRequest) -> StepTrace:
         """The step of one combination, with activations that are chosen for it if the request says so."""
-        key = (step.model, step.batch, hardware.device_kind, hardware.compute_capability)
-        if key not in self._known:
-            try:
-                built = self._built(step)
-                asked = step if request.activations is None else that_keeps_everything(step, built)
-                self._known[key] = asked.trace(hardware, built, self._kinds.setdefault(key, {}))
-            except ElixirError as error:
-                self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, ElixirError):
-            raise found
-        return (
-            found
-            if request.activations is None
-            else trace_that_keeps(step, hardware, request, self._built(step), found, self._kinds[key])
-        )
+        if request.activations is None:
+            return self.asked(step, hardware)
+        whole, kinds = self.whole(step, hardware), self._kinds[self._key(step, hardware)]
+        return trace_that_keeps(step, hardware, request, self.built(step), whole, kinds)
 
-    def _built(self, step: StepQuestion) -> nn.Module:
-        model = str(step.model)
+    def asked(self, step: StepQuestion, hardware: HardwareProfile) -> StepTrace:
+        """The step as it is."""
+        return self._traced(step, hardware)
+
+    def whole(self, step: StepQuestion, hardware: HardwareProfile) -> StepTrace:
+        """The step with layers that keep everything."""
+        return self._traced(step, hardware, "keeps everything")
+
+    def built(self, step: StepQuestion) -> nn.Module:
+        """The model of a step."""
+        model = str(step.model), step.lora, step.quantised
         if model not in self.models:
             self.models.clear()  # models come one after the other, and some configs make large ones
             self.models[model] = step.build()
         return self.models[model]
+
+    def _traced(self, step: StepQuestion, hardware: HardwareProfile, *how: str) -> StepTrace:
+        key = self._key(step, hardware)
+        found = self._known.get((*key, *how))
+        if found is None:
+            try:
+                built = self.built(step)
+                asked = that_keeps_everything(step, built) if how else step
+                found = asked.trace(hardware, built, self._kinds.setdefault(key, {}))
+            except ElixirError as error:
+                found = error
+            self._known[(*key, *how)] = found
+        if isinstance(found, ElixirError):
+            raise found
+        return found
+
+    @staticmethod
+    def _key(step: StepQuestion, hardware: HardwareProfile) -> tuple[object, ...]:
+        kind = hardware.device_kind, hardware.compute_capability
+        return (step.model, step.lora, step.quantised, step.batch, *kind)
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
@@ -337,8 +401,8 @@ def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budge
     return resolve_budgets(hardware, request, unknown_host_bytes=unknown, on_paper=True)
 
 
-def try_out(traces: Traces, request: SearchRequest, case: _Case) -> tuple[SweepRow, ElixirError | None]:
-    """The row of one combination, and what stood in its way."""
+def try_out(traces: Traces, request: SearchRequest, case: _Case) -> tuple[SweepRow, Outcome]:
+    """The row of one combination, and its answer, or what stood in its way."""
     step, hardware = case.step, case.hardware
     disk_bytes = 0 if request.disk_memory is None else parse_bytes(request.disk_memory)
     budgets = replace(budgets_on_paper(hardware, request), disk_bytes=disk_bytes)
@@ -348,35 +412,48 @@ def try_out(traces: Traces, request: SearchRequest, case: _Case) -> tuple[SweepR
         "machine": hardware.name,
         "world_size": world_size,
         "batch": step.batch,
-        "accumulation": request.accumulation,
         "seq": step.seq,
         "dtype": "as built" if dtype is None else dtype_name(dtype),
         "device_budget_bytes": budgets.device_bytes,
         "host_budget_bytes": budgets.host_bytes,
         "disk_budget_bytes": disk_bytes,
+        "method": case.method,
+        "lora": step.lora,
+        "quantised": step.quantised,
     }
     try:
         _check_network(hardware, world_size)
         found = replace(request, device_memory=budgets.device_bytes, device_reserve=None, host_reserve=None)
         if budgets.machine_bytes is None:
             found = replace(found, host_memory=None, host_budget=budgets.host_bytes)
-        trace = traces.get(step, hardware, found)
-        known["model"], known["batch"] = trace.model_name, trace.step.samples or step.batch
-        known["seq"] = trace.step.seq
-        _check_room(trace, hardware, request, budgets)
-        question = Question(trace, hardware, replace(found, activations=None))
-        answer = Answer(plan_or_shortage(question), question)
-        answer = with_exact_moves(answer, step, traces.models.get(str(step.model)))
-        plan, simulated = answer.plan, simulate_step(answer.plan, answer.question.trace, hardware)
+        if case.choices is not None:
+            answer = best_settings(step, hardware, found, traces, case.choices)
+        else:
+            trace = traces.get(step, hardware, found)
+            known |= _step_of(trace, step)
+            question = Question(trace, hardware, replace(found, activations=None))
+            check_room(question)
+            answer = with_exact_moves(Answer(plan_or_shortage(question), question), step, traces.built(step))
+        known |= _step_of(answer.trace, step)
+        simulated = simulate_step(answer.plan, answer.trace, hardware)
     except ElixirError as error:
-        if isinstance(error, PlanError) and budgets.device_slack_bytes:
+        if isinstance(error, PlanError) and error.needed_bytes - error.available_bytes <= budgets.device_slack_bytes:
             full = replace(request, device_memory=budgets.with_slack().device_bytes, device_reserve=None)
-            row, problem = try_out(traces, full, case)
-            if problem is None:
-                return row, None
-        return SweepRow(**known, fits=False, reason=str(error).splitlines()[0]), error
+            row, outcome = try_out(traces, full, case)
+            if row.fits:
+                return row, outcome
+        reason, levers = str(error).splitlines()[0], error.levers if isinstance(error, PlanError) else ()
+        enough = next((f"{lever.argument}={lever.value}" for lever in levers if lever.enough and lever.value), "")
+        missing: dict[str, Any] = {"accumulation": request.accumulation, "reason": reason, "enough": enough}
+        return SweepRow(**known, fits=False, **missing), error
     known["ranks_per_host"] = hardware.ranks_per_host(world_size)
-    return SweepRow(**known, fits=True, reason="", **_measures(plan, simulated, known["batch"], hardware)), None
+    return SweepRow(
+        **known, fits=True, reason="", **_measures(answer.plan, simulated, known["batch"], hardware)
+    ), answer
+
+
+def _step_of(trace: StepTrace, step: StepQuestion) -> dict[str, Any]:
+    return {"model": trace.model_name, "batch": trace.step.samples or step.batch, "seq": trace.step.seq}
 
 
 def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProfile) -> dict[str, Any]:
@@ -397,6 +474,11 @@ def _measures(plan: Plan, step: Simulation, samples: int, hardware: HardwareProf
         "disk_peak_bytes": predicted.disk_peak_bytes,
         "bound_by": step.bound_by,
         "activations": activations_text(plan.activations) or None,
+        "accumulation": plan.accumulation,
+        "moments": plan.moments,
+        "checkpoint": plan.step.checkpoint,
+        "fused_kernels": plan.step.fused_kernels,
+        "pass_size": plan.pass_size,
         **plan.counts,
         "block_count": plan.block_count,
         **{f"{link}_bytes": amount for link, amount in predicted.moved_bytes.items()},
@@ -417,22 +499,4 @@ def _check_network(hardware: HardwareProfile, world_size: int) -> None:
         raise InputError(
             f"{hardware.name} has {hardware.devices_per_host} devices a machine; for {world_size} give the network's "
             f"bandwidth between machines, or devices_per_host={world_size} (--devices-per-host) if one has as many"
-        )
-
-
-def _check_room(trace: StepTrace, hardware: HardwareProfile, request: SearchRequest, budgets: Budgets) -> None:
-    """Refuses what cannot fit however it is placed, before a search that would take seconds to say so."""
-    needed, there = room(trace, setting_for(Question(trace, hardware, request)), budgets)
-    if needed > there:
-        raise PlanError(
-            f"{trace.model_name}: weights and optimizer states exceed device and host memory"
-            f"{', and the disk,' if budgets.disk_bytes else ''} together",
-            needed_bytes=needed,
-            available_bytes=there,
-        )
-    if lacks_device(trace, budgets):
-        raise PlanError(
-            f"{trace.model_name}: activations, inputs and buffers alone exceed the device memory, wherever weights are",
-            needed_bytes=live_bytes(trace),
-            available_bytes=budgets.device_bytes,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def test_sweep_prints_a_line_per_combination_and_writes_both_files(
 ) -> None:
     table, picture = tmp_path / "rows.csv", tmp_path / "map.pdf"
     argv = "sweep opt-125m --hardware t4,h200 --world-sizes 1,8 --seq 64 --assume nominal".split()
-    status, out, err = run(capsys, *argv, "--csv", str(table), "--plot", str(picture))
+    status, out, _ = run(capsys, *argv, "--csv", str(table), "--plot", str(picture))
     assert status == 0
     assert all(out.count(f" {ranks} x {machine} ") == 1 for ranks in (1, 8) for machine in ("t4", "h200"))
     assert "[1] t4 has 4 devices a machine" in out
-    assert "host memory assumed" in err
+    assert "host memory is assumed to be 2 x" in out
     with table.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["machine"], row["world_size"], row["fits"]) for row in rows] == [
@@ -75,12 +76,15 @@ def test_packed_documents_are_planned_and_traced_again(tmp_path: Path, capsys: p
 
 
 def test_fit_names_the_smallest_and_lists_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal".split()
+    argv = "fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal --methods full".split()
     status, out, _ = run(capsys, *argv)
     assert status == 0
-    assert out.startswith("opt-125m (batch 2 a rank, bfloat16) fits 1 x t4: ")
+    assert out.startswith("opt-125m, 64 tokens a sample")
     assert out.index("1 x t4") < out.index("1 x h200")
-    assert run(capsys, *argv, "--brief")[1] == out.splitlines(keepends=True)[0]
+    assert out.count("TrainingArguments(") == 2
+    brief = run(capsys, *argv, "--brief")[1]
+    assert out.startswith(brief)
+    assert "TrainingArguments(" not in brief
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 0
     assert json.loads(out)["best"]["machine"] == "t4"
@@ -104,6 +108,7 @@ def test_rows_come_one_by_one_and_an_interrupt_loses_none(
 
     monkeypatch.setattr("elixir.search.whatif.sweep.try_out", try_out)
     argv = (command, "opt-125m", "--hardware", "t4,rtx3090,h200", "--world-sizes", "1", "--host-memory", "8GiB", *more)
+    argv += ("--methods", "full") if command == "fit" else ()
     status, out, err = run(capsys, *argv)
     assert status == 130
     assert shown == ["", *(f"opt-125m, batch 1, 1 x {machine}: 2.500 s a step, - per s\n" for machine in tried)]
@@ -122,7 +127,8 @@ def test_fit_says_what_an_hour_and_a_run_cost(tmp_path: Path, capsys: pytest.Cap
         "# a comment\nmachine,devices,per_hour,currency,source,read_on\nt4,1,0.5,EUR,a shop,2026-11-09\n"
         "t4,4,1.2,EUR,another,2026-11-10\nh200,8,80,EUR,a third,2026-11-11\n"
     )
-    argv = [*"fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal".split(), "--prices", str(table)]
+    argv = "fit opt-125m --seq 64 --batch 2 --hardware h200,t4 --assume nominal --methods full".split()
+    argv += ["--prices", str(table)]
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 0
     found = json.loads(out)
@@ -141,7 +147,7 @@ def test_an_offer_whose_host_memory_is_unknown_is_named_with_what_must_be_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "prices.csv"
-    argv = "fit opt-125m --seq 64 --hardware t4 --assume nominal --brief --tokens 1e6".split()
+    argv = "fit opt-125m --seq 64 --hardware t4 --assume nominal --brief --tokens 1e6 --methods full".split()
     for host, says in (("", " for 1,000,000 tokens; see that "), ("900", ""), ("1", "no offer of t4 with")):
         table.write_text(
             f"machine,devices,per_hour,currency,source,read_on,host_memory\nt4,1,0.5,EUR,a,2026-11-09,{host}\n"
@@ -159,13 +165,14 @@ def test_the_length_of_a_run_needs_prices(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_fit_ends_with_2_where_nothing_does_and_still_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = "fit opt-13b --seq 64 --hardware t4 --world-sizes 1".split()
+    argv = "fit opt-13b --seq 64 --hardware t4 --methods full".split()
     status, out, err = run(capsys, *argv)
     assert status == 2
     assert "[1] opt-13b" in out
     row, advice = err.splitlines()
-    assert row.startswith("opt-13b, batch 1, 1 x t4: does not fit: opt-13b: weights and optimizer states exceed")
-    assert "`elixir plan opt-13b --hardware t4 --world-size 1`" in advice
+    assert row.startswith("full: opt-13b, batch 1, 1 x t4: does not fit: opt-13b: weights and optimizer states exceed")
+    assert "`elixir plan opt-13b`" in advice
+    assert re.search(r"--host-(memory|budget) \S+ suffices", out)
     status, out, _ = run(capsys, *argv, "--json")
     assert status == 2
     assert json.loads(out)["best"] is None
