@@ -89,8 +89,27 @@ def operation_of(func: Any, args: Any, kwargs: Any, result: Any, row_bytes: int)
         return Operation("square", dtype, flops, moved_bytes)
     if any(_row_bytes(tensor) % row_bytes for tensor in (*inputs[at : at + 2], *outputs)):
         return Operation("unaligned", dtype, flops, moved_bytes)
-    rows, inner = inputs[at].shape[-2:]
-    return Operation(product_class(int(rows), int(inner), int(tensors[0].shape[-1])), dtype, flops, moved_bytes)
+    rows, inner, columns = (*inputs[at].shape[-2:], tensors[0].shape[-1])
+    if packet is aten._grouped_mm:
+        rows, inner, columns = _part_of_a_group(inputs[0], inputs[1], outputs[0])
+    return Operation(product_class(int(rows), int(inner), int(columns)), dtype, flops, moved_bytes)
+
+
+def _part_of_a_group(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> tuple[int, int, int]:
+    """Rows, inner length and columns that the product of one group has on the average, in a product of groups.
+
+    The groups divide one dimension: rows if `second` alone has a matrix for each, as in the forward of experts; the
+    inner length if the result alone has, as for the gradients of their weights.
+    """
+    groups = next(item.shape[0] for item in (second, first, result) if item.dim() == 3)
+    rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+    if result.dim() == 2 and second.dim() == 3:
+        rows = -(-rows // groups)
+    elif result.dim() == 2:
+        columns = -(-columns // groups)
+    elif first.dim() == 2:
+        inner = -(-inner // groups)
+    return rows, inner, columns
 
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -114,13 +133,18 @@ def _row_bytes(matrix: torch.Tensor) -> int:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`); 0 where it has none.
+    """Floating-point operations by PyTorch's own formulas (`torch.utils.flop_counter`), and of grouped products, for
+    which it has none; 0 for other operators without one.
 
     Causal attention counts the scores that a query may see, about half: its kernels skip the blocks above the diagonal
     (`num_keys` in `FlashAttentionKernel.cpp` and `kernel_forward.h`, `n_block_max` of flash). A causal mask that comes
     as a tensor counts in full, as kernels do not look into it.
     """
     packet = func._overloadpacket
+    if packet is aten._grouped_mm:  # each row, or column, or pair of them is a part of one group's product
+        first, second = args[:2]
+        products = first.shape[0] if first.dim() == second.dim() == 3 else 1
+        return int(2 * products * first.shape[-2] * first.shape[-1] * second.shape[-1])
     formula = flop_registry.get(_COUNTS_AS.get(packet, packet))
     if formula is None:
         return 0

@@ -13,7 +13,7 @@ from elixir.hardware.profile import preset
 from elixir.models.flash_attention import attend_by_document
 from elixir.models.step import default_input, default_step
 from elixir.step_trace import StepTrace
-from elixir.tracer.operation_kinds import AttentionOfDocuments, causal_scores
+from elixir.tracer.operation_kinds import AttentionOfDocuments, causal_scores, operation_of, product_class
 from elixir.tracer.trace import trace_step
 from tests.common.tiny_models import tiny
 from tests.common.tracing import H200, cpu_trace
@@ -134,3 +134,31 @@ def test_scores_inside_of_windows_and_after_a_cache() -> None:
         seen = (keys <= at) if causal or after == 0 else torch.ones(tokens, tokens + more, dtype=torch.bool)
         seen &= (at - keys <= before) | (before < 0)
         assert call.flops() == 4 * int(seen.sum())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "result", "each"),
+    [
+        ((64, 8), (4, 8, 32), (64, 32), (16, 8, 32)),
+        ((8, 512), (512, 32), (4, 8, 32), (8, 128, 32)),
+        ((4, 8, 16), (16, 512), (8, 512), (8, 16, 128)),
+        ((4, 512, 512), (4, 512, 512), (4, 512, 512), (512, 512, 512)),
+    ],
+)
+def test_a_grouped_product_is_the_products_of_its_groups(
+    first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...], each: tuple[int, int, int]
+) -> None:
+    made = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in (first, second, result)]
+    found = operation_of(torch.ops.aten._grouped_mm.default, tuple(made[:2]), {}, made[2], 1)
+    rows, inner, columns = each
+    assert found is not None
+    assert found.flops == 4 * 2 * rows * inner * columns
+    assert found.kind == product_class(*each)
+
+
+def test_experts_in_one_product_have_the_work_of_experts_one_by_one() -> None:
+    traces = []
+    for how in ("eager", "grouped_mm"):
+        model = tiny("mixtral", device="meta", experts_implementation=how)
+        traces.append(trace_step(model, default_input(model, batch=2, seq=32), default_step, hardware=preset("h200")))
+    assert traces[0].flops == traces[1].flops
