@@ -84,12 +84,19 @@ PUBLISHED = {
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # without the biases of its routers, which transformers has as buffers
 }
-# Only a rounded size is published for the rest; the name says it, in billions.
+# Only a rounded size is published for the rest, in billions; of Gemma 4 E2B and E4B and of Llama 4 with towers for other
+# inputs, which their text models lack: 0.45 and 0.9.
 NOMINAL = {
     "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 174.6,
     "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01, "olmo-2-7b": 7.3,
     "gpt2-4b": 4, "gpt2-10b": 10, "gpt2-15b": 15, "gpt2-20b": 20, "gpt2-30b": 30,
+    "qwen3.5-0.8b": 0.8, "qwen3.5-2b": 2, "qwen3.5-4b": 4, "qwen3.5-9b": 9, "qwen3.5-27b": 27, "qwen3.5-35b-a3b": 35,
+    "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397, "gemma-4-e2b": 5.1 - 0.45, "gemma-4-e4b": 8 - 0.45,
+    "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7, "glm-4.5-air": 106, "llama-4-scout": 109 - 0.9,
 }  # fmt: skip
 
 
@@ -108,6 +115,10 @@ def test_parameter_count_is_the_published_one(name: str) -> None:
 @pytest.mark.parametrize("name", NOMINAL)
 def test_parameter_count_is_near_the_published_size(name: str) -> None:
     assert describe(name).parameters == pytest.approx(NOMINAL[name] * 1e9, rel=0.06)
+
+
+def test_every_model_has_a_published_size() -> None:
+    assert {*PUBLISHED, *NOMINAL} == set(model_names())
 
 
 @pytest.mark.sampled(every=3)
