@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from errno import EIO
@@ -263,6 +264,10 @@ GONE = {
 SHOWN_NAMES = 3
 """Names that an error repeats."""
 
+LEAST_LIKE = 0.4
+"""The share of letters, as `difflib` counts, that a name has in common with one it may have been meant for."""
+_BETWEEN_WORDS = "[-_/ ]"
+
 
 def few(names: Sequence[str]) -> str:
     """The first `SHOWN_NAMES` of them, and how many more there are."""
@@ -272,12 +277,30 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """An `InputError` for a name that is not known, with the nearest names that are."""
+def unknown_name(kind: str, name: str, known: Iterable[str], written: Mapping[str, str] | None = None) -> InputError:
+    """An `InputError` for a name that is not known, with the nearest names that are.
+
+    Args:
+        kind: of thing that is named.
+        name: as it was given.
+        known: the names.
+        written: ways to write them -> the names, where the nearest way counts; None: there is one way.
+    """
     choices = sorted(known)
-    near = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), choices, n=3, cutoff=0.4)
+    written = written or {each: each for each in choices}
+    found = name[:LONGEST_VALUE].lower()
+    like = sorted((-_likeness(found, each), each) for each in written)
+    near = list(dict.fromkeys(written[each] for worth, each in like if worth))[:SHOWN_NAMES]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(choices)}"
     return InputError(f"unknown {kind} {shortened(name)!r}; {hint}")
+
+
+def _likeness(name: str, known: str) -> float:
+    """The number of whole words that two names share, such as ``7b`` of ``qwen2.5-7b``, and how alike their letters
+    are, from `LEAST_LIKE` to 1; 0 if these are less alike."""
+    letters = difflib.SequenceMatcher(None, known, name).ratio()
+    shared = set(re.split(_BETWEEN_WORDS, name)) & set(re.split(_BETWEEN_WORDS, known)) - {""}
+    return len(shared) + letters if letters >= LEAST_LIKE else 0.0
 
 
 def how_far(needed_bytes: int, available_bytes: int) -> str:

@@ -15,7 +15,7 @@ from elixir.cli import files, output
 from elixir.errors import ArtifactError, InputError
 from elixir.hardware.learning import learn
 from elixir.hardware.profile import HardwareProfile, load_hardware, preset, preset_names
-from elixir.models.model_shape import describe, model_names
+from elixir.models.model_shape import ModelShape, describe, model_names, unknown_model
 from elixir.plan.plan import Plan
 from elixir.show import tables
 from elixir.step_trace import StepTrace
@@ -109,16 +109,26 @@ def _costs(artifact: Artifact, path: str | None) -> dict[str, Any]:
 
 
 def run_models(args: argparse.Namespace) -> Iterator[output.Said]:
-    """The models known by name."""
-    shapes = [describe(name) for name in model_names()]
+    """The models known by name, or those whose names have all words."""
+    shapes = [shape for shape in map(describe, model_names()) if _named(shape, args.words)]
+    if not shapes:
+        raise unknown_model(" ".join(args.words))
     sizes = ("layers", "hidden", "heads", "ffn", "positions")
-    more = ("parameters", "source", "family", "kv_heads", "vocabulary", "config")
+    more = ("parameters", "source", "hub", "family", "kv_heads", "vocabulary", "config")
     yield {shape.name: {key: getattr(shape, key) for key in (*more, *sizes)} for shape in shapes}
     rows = []
     for shape in shapes:
         shown = [tables.show_value(key, getattr(shape, key)) for key in sizes]
         rows.append([shape.name, f"{(shape.parameters or 0) / 1e9:,.3f} B", *shown])
     yield tables.list_table("models known by name", ("name", "parameters", *sizes), rows)
+    if args.words:
+        yield "\n".join(f"{shape.name}: {', '.join(shape.hub) or 'not on the hub'}" for shape in shapes)
+
+
+def _named(shape: ModelShape, words: Iterable[str]) -> bool:
+    """Whether each word is a part of one of the model's names, in any case."""
+    names = " ".join((shape.name, *shape.hub)).lower()
+    return all(word.lower() in names for word in words)
 
 
 def run_hardware(args: argparse.Namespace) -> Iterator[output.Said]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir.errors import InputError, InputTypeError, shortened, unknown_name
+from elixir.errors import InputError, InputTypeError, shortened
 from elixir.models.activation_checkpointing import enable_checkpointing, parse_checkpoint
-from elixir.models.model_shape import ModelShape, find, model_names, read_config
+from elixir.models.model_shape import ModelShape, find, is_hub_name, read_config, unknown_model
 from elixir.models.user_code import called, imported, restored
 from elixir.units import parse_dtype
 
@@ -103,12 +102,14 @@ def config_of(model: str | ModelShape | Mapping[str, Any]) -> Mapping[str, Any] 
     path, shape = Path(model).expanduser(), find(model)
     if shape is not None:
         return shape.config
-    if (model and path.exists()) or path.suffix == ".json" or os.sep in model:
+    if (model and path.exists()) or path.suffix == ".json" or not is_hub_name(model):
         return read_config(path)
     if _FACTORY.fullmatch(model):
         return None
-    unknown = unknown_name("model", model, model_names())
-    raise InputError(f"{unknown} (a model is a name that `elixir models` lists, a config.json, or module:function)")
+    raise InputError(
+        f"{unknown_model(model)} (a model is a name that `elixir models` lists, a config.json, or module:function; "
+        "nothing is downloaded)"
+    )
 
 
 def _from_config(

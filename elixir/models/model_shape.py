@@ -1,4 +1,5 @@
-"""The models that Elixir knows by name: a ``config.json`` each in ``configs/``, and an index of sizes and sources.
+"""The models that Elixir knows by name: a ``config.json`` each in ``configs/``, and an index with the size, the source
+and the names on the Hugging Face hub of each.
 
 Nothing is downloaded or built here, and transformers is not needed.
 """
@@ -9,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +33,14 @@ _KEYS = {
 }
 """Our word for a size -> the keys that the configs of transformers have for it; the first of them counts."""
 
+_FORM = re.compile(
+    r"-(?:(?P<whole>bf16)|fp8(?:-dynamic)?|awq|gguf|gptq(?:-int[48])?|(?:unsloth-)?bnb-[48]bit|[48]bit|quantized\.w\d+a\d+)$"
+)
+"""The end of a hub name that says in which form a copy holds the weights of a model: its sizes are the model's."""
+
+_NO_ORGANISATION = ("", ".", "..", "~")
+"""The part before the slash of a path that is no name on the hub."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -43,6 +53,8 @@ class ModelShape:
     """Publication the sizes were taken from."""
     parameters: int | None
     """Number of parameter elements, tied ones counted once; None for changed sizes: build the model and count."""
+    hub: tuple[str, ...] = ()
+    """Names on the Hugging Face hub of models with these sizes and at most these positions; none for changed sizes."""
 
     layers: int = field(init=False)
     """Blocks; of an encoder-decoder, in each of the two stacks."""
@@ -81,7 +93,7 @@ class ModelShape:
         for word, value in sizes.items():
             keys = [key for key in _KEYS[word] if key in config] if word in _KEYS else [word]
             config |= dict.fromkeys(keys, value)
-        return replace(self, name=name or self.name, config=config, parameters=None)
+        return replace(self, name=name or self.name, config=config, parameters=None, hub=())
 
 
 def model_names() -> tuple[str, ...]:
@@ -93,21 +105,35 @@ def describe(name: str) -> ModelShape:
     """The shape of a named model; `InputError` with the nearest names for an unknown one."""
     shape = find(name)
     if shape is None:
-        raise unknown_name("model", name, _index())
+        raise unknown_model(name)
     return shape
+
+
+def unknown_model(name: str) -> InputError:
+    """An `InputError` for a name of no model that is known, with the nearest ones."""
+    return unknown_name("model", name, _index(), _written())
 
 
 def find(name: str) -> ModelShape | None:
     """The shape of a named model, or None for another name.
 
-    ``Qwen/Qwen2.5-7B``, as Hugging Face has it, is ``qwen2.5-7b``, unless there is such a path here.
+    ``Qwen/Qwen2.5-7B-Instruct``, as the hub has it, is ``qwen2.5-7b``, unless there is such a path here. So are the
+    name without its organisation, that of another organisation, and those of copies in other forms (``...-bnb-4bit``).
     """
-    own = name.lower()
-    if own not in _index() and own.count("/") == 1 and not os.path.exists(name):
-        own = own.split("/")[1]
+    own: str | None = name.lower()
     if own not in _index():
+        own = _own_name(name.lower().rpartition("/")[2]) if is_hub_name(name) else None
+    if own is None:
         return None
-    return ModelShape(name=own, config=read_config(_CONFIGS / f"{own}.json"), **_index()[own])
+    known = _index()[own] | {"hub": tuple(_index()[own]["hub"])}
+    return ModelShape(name=own, config=read_config(_CONFIGS / f"{own}.json"), **known)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a text may be a model's name on the hub, with its organisation or without: it is no path on this disk."""
+    organisation, slash, _ = name.rpartition("/")
+    is_path = "/" in organisation or (slash and organisation in _NO_ORGANISATION)
+    return not (is_path or os.path.exists(name))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -135,3 +161,22 @@ def _index() -> dict[str, dict[str, Any]]:
     """The name of each model -> its parameter elements and source."""
     found: dict[str, dict[str, Any]] = json.loads((_CONFIGS / "index.json").read_text(encoding="utf-8"))
     return found
+
+
+@functools.cache
+def _written() -> dict[str, str]:
+    """Each way to write a model's name, in small letters and without an organisation -> our name of it."""
+    names = {name: name for name in _index()}
+    return names | {hub.lower().rpartition("/")[2]: name for name in names for hub in _index()[name]["hub"]}
+
+
+@functools.cache
+def _own_name(written: str) -> str | None:
+    """Our name of a model, by a way to write it or by that of a copy; None for another."""
+    if written in _written():
+        return _written()[written]
+    form = _FORM.search(written)
+    own = None if form is None else _written().get(written[: form.start()])
+    if own is not None and form is not None and form["whole"] is None:
+        logger.warning("%s is taken for %s with its weights in full precision; see quantised=", written, own)
+    return own

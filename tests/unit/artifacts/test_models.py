@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 from elixir.errors import InputError, InputTypeError
+from elixir.models import model_shape
 from elixir.models.adapters import adapted
 from elixir.models.flash_attention import attend_by_document
 from elixir.models.layer_units import check_compile, layers_compiled
 from elixir.models.loading import build
-from elixir.models.model_shape import describe, model_names
+from elixir.models.model_shape import describe, find, model_names
 from elixir.models.model_tensors import fingerprint
 from elixir.models.packing import Packing
 from elixir.models.step import default_input, default_step, input_to_trace, planning_batch, refused_overflow
@@ -117,10 +119,6 @@ def test_parameter_count_is_near_the_published_size(name: str) -> None:
     assert describe(name).parameters == pytest.approx(NOMINAL[name] * 1e9, rel=0.06)
 
 
-def test_every_model_has_a_published_size() -> None:
-    assert {*PUBLISHED, *NOMINAL} == set(model_names())
-
-
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", model_names())
 def test_built_model_is_what_describe_says(name: str) -> None:
@@ -147,13 +145,62 @@ def test_a_shape_takes_other_sizes(family: str) -> None:
     assert [getattr(config, word) for word in words] == [3, 96, 6]
 
 
-def test_names_of_hugging_face_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_has_a_published_size() -> None:
+    assert {*PUBLISHED, *NOMINAL} == set(model_names())
+
+
+def test_names_on_the_hub_find_the_model_of_their_sizes() -> None:
+    seen = set(model_names())
+    for own in map(describe, model_names()):
+        sizes = set(re.findall(r"\be?[\d.x]+[bm]\b", own.name))
+        for hub in own.hub:
+            name = hub.lower().partition("/")[2]
+            assert name == own.name or name not in seen, "a name of two models"
+            seen.add(name)
+            assert not sizes or set(re.findall(r"\be?[\d.x]+[bm]\b", name)) <= sizes, (hub, own.name)
+            for form in ("", "-unsloth-bnb-4bit", "-GPTQ-Int4"):
+                assert describe(f"{hub}{form}").name == own.name
+            assert describe(name).name == describe(f"unsloth/{name}").name == own.name
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", "qwen2.5-7b"),
+        ("Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.3"),
+        ("google/gemma-3n-E4B-it", "gemma-4-e4b"),
+        ("microsoft/Phi-3-mini-128k-instruct", "phi-3-mini"),
+        ("unsloth/Llama-3.2-11B-Vision-Instruct-bnb-4bit", "llama-3.2-1b"),
+        ("deepseek-ai/DeepSeek-V3.2", "deepseek-v3"),
+    ],
+)
+def test_models_of_other_sizes_are_not_taken_for_known_ones(name: str, nearest: str) -> None:
+    assert find(name) is None
+    with pytest.raises(InputError, match=f"unknown model '{name}'; did you mean [^?]*{nearest}.*nothing is downloaded"):
+        build(name)
+
+
+def test_a_path_wins_over_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert describe("Qwen/Qwen2.5-7B").name == "qwen2.5-7b"
-    assert build("meta-llama/Llama-3.2-1B").config.tie_word_embeddings
-    (tmp_path / "Qwen" / "Qwen2.5-7B").mkdir(parents=True)
-    with pytest.raises(InputError, match="config.json"):
-        build("Qwen/Qwen2.5-7B")
+    for name in ("Qwen/Qwen2.5-7B", "Qwen2.5-7B-Instruct"):
+        assert describe(name).name == "qwen2.5-7b"
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("Qwen/Qwen2.5-7B", "Qwen2.5-7B-Instruct", "./gpt2", "~/gpt2", "/gpt2", "a/b/gpt2"):
+        assert find(name) is None
+        with pytest.raises(InputError, match="cannot be read as a model config"):
+            build(name)
+
+
+def test_a_copy_in_fewer_bits_is_planned_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model_shape._own_name.cache_clear()
+    assert describe("unsloth/gpt-oss-20b-BF16").name == "gpt-oss-20b"
+    assert describe("gpt-oss-20b").name == "gpt-oss-20b"
+    assert not caplog.text
+    assert describe("unsloth/Llama-3.2-1B-Instruct-bnb-4bit").name == "llama-3.2-1b"
+    assert "llama-3.2-1b with its weights in full precision" in caplog.text
 
 
 def test_max_positions_grows_the_learned_table() -> None:

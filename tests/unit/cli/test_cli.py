@@ -310,6 +310,11 @@ def test_models_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(run(capsys, "models", "--json")[1])
     assert list(record) == list(model_names())
     assert all(name in out for name in record)
+    assert list(json.loads(run(capsys, "models", "QWEN", "instruct", "7b", "--json")[1])) == ["qwen2.5-7b"]
+    out = run(capsys, "models", "Llama-4", "16e")[1]
+    assert "llama-4-scout: meta-llama/Llama-4-Scout-17B-16E," in out
+    assert "opt-125m" not in out
+    assert "did you mean qwen" in fails(capsys, "models", "quen")
 
 
 @pytest.mark.parametrize("model", ["no-such-model", "missing.json"])
