@@ -145,7 +145,7 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 
 def _code_shown(rows: Sequence[SweepRow], codes: Sequence[dict[str, str]], *, each: bool) -> Iterator[str]:
-    """What to write for each row that fits, or for the smallest machine of each method."""
+    """Shows the code for each row that fits, or for the smallest machine of each method."""
     seen = set[str | None]()
     for row, code in zip(rows, codes, strict=True):
         if code and (each or row.method not in seen):

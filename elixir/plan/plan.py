@@ -56,7 +56,7 @@ class Plan(Artifact):
 
     artifact: ClassVar[str] = "plan"
     schema_version: ClassVar[int] = 33
-    printed: ClassVar[tuple[str, ...]] = ("must_be_free",)
+    printed: ClassVar[tuple[str, ...]] = ("must_be_free", "what_to_write")
     remake_hint: ClassVar[str] = "plan it anew with `elixir plan`"
 
     model_name: str

@@ -135,7 +135,7 @@ class _Way:
 
     @cached_property
     def planning(self) -> Planning:
-        """What is found out for the predicted question: in short if another is planned in the end."""
+        """All that is found out for the predicted question: in short if another is planned in the end."""
         return Planning(self.predicted.nominal, briefly=True) if self.exact else Planning(self.predicted)
 
     def exact_s(self) -> float:

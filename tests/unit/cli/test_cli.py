@@ -18,6 +18,7 @@ from elixir.hardware.profile import preset
 from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import ProcessNeed
+from elixir.search.request import SearchRequest
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -39,7 +40,7 @@ class Stub:
             "plan_from_trace": types.SimpleNamespace(
                 plan=make_plan(5),
                 levers=tuple,
-                question=types.SimpleNamespace(hardware=make_hardware()),
+                question=types.SimpleNamespace(hardware=make_hardware(), request=SearchRequest(world_size=2)),
                 process_need=ProcessNeed({"program": 2**30}),
             ),
             "load_hardware": make_hardware(),
