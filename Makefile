@@ -50,6 +50,7 @@ pictures: $(VENV)/.installed
 	@mkdir -p docs/images
 	$(BIN)/elixir $(TRACED) --plot docs/images/memory.png
 	$(BIN)/elixir $(PLANNED) --plot docs/images/plan.png
+	$(BIN)/python -m benchmark.h200_bars
 
 finetune: $(VENV)/.installed
 	$(BIN)/python benchmark/finetune.py

@@ -23,12 +23,13 @@ from elixir.cli.options import COMMANDS, EXAMPLES, build_parser
 
 PAGES = ROOT / "out" / "pages"
 OTHERS = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
+    "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-"""Pages outside of ``docs`` -> their names on the site."""
+"""Pages that have another place on the site, whose front page is README."""
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": (
         "Plan",

@@ -10,7 +10,7 @@ Pages with measured figures have a source in ``docs/src``, which names a row at 
 
 After the file come conditions on columns (``=``, ``<``, ``<=``, ``>``, ``>=``), then a colon and the value: a column,
 an aggregate of one (``median ratio``; also min, max, mean, p80, largest and average of absolute values, and count), and
-steps of arithmetic from left to right (``median ratio - 1 * 100``). Of rows that measured the same case only the last
+steps of arithmetic from left to right, with numbers or other names (``median ratio - 1 * 100``, ``p50_s / trace_s``). Of rows that measured the same case only the last
 in the file counts.
 
     python -m benchmark.quoted            # says which pages are stale; exit status 1 if any is
@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "finetune": ("ranks", "how", "seed"),
+    "card_table": ("model", "method", "card"),
     "gpu_proof_h200": ("part", "case", "contender"),
     "overlap_speed": ("figure",),
     "fsdp2_peaks": ("family", "keep"),
@@ -104,19 +105,20 @@ def value_of(row: str) -> float:
     if not colon:
         raise QuoteError(f"expected 'FILE CONDITION... : VALUE', found {row!r}")
     name, *conditions = shlex.split(where)
-    rows = newest_rows(name)
+    found = newest_rows(name)
     for condition in conditions:
-        rows = rows[_holds(rows, condition)]
+        found = found[_holds(found, condition)]
     words = value.split()
     aggregate = words.pop(0) if words[0] in AGGREGATES else None
     column = words.pop(0)
-    if column not in rows.columns:
-        raise QuoteError(f"{name}.csv has no column {column!r}; it has {', '.join(rows.columns)}")
-    if not len(rows) or (aggregate is None and len(rows) != 1):
-        raise QuoteError(f"expected {'one row' if aggregate is None else 'rows'} for {row!r}, found {len(rows)}")
-    result = float(rows[column].iloc[0]) if aggregate is None else AGGREGATES[aggregate](rows[column])
+    if column not in found.columns:
+        raise QuoteError(f"{name}.csv has no column {column!r}; it has {', '.join(found.columns)}")
+    if not len(found) or (aggregate is None and len(found) != 1):
+        raise QuoteError(f"expected {'one row' if aggregate is None else 'rows'} for {row!r}, found {len(found)}")
+    result = float(found[column].iloc[0]) if aggregate is None else AGGREGATES[aggregate](found[column])
     for step, number in zip(words[::2], words[1::2], strict=True):
-        result = STEPS[step](result, float(number))
+        known = rows().get(number)
+        result = STEPS[step](result, float(number) if known is None else value_of(known))
     return result
 
 

@@ -4,7 +4,7 @@ A layer's graph is recorded on meta tensors, for which a trace takes the target'
 tensors of a CUDA device only in a build with CUDA. Once forward and backward are apart, their tensors are said to lie
 on that device. Inductor then fuses, allocates and frees for it, and gets the device's properties from here, not from
 the driver. On an H200, steps that run what it writes there took as many bytes as were predicted from what it writes
-here (docs/appendix/gpu_results.md).
+here (docs/appendix/gpu_bars.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from benchmark.proof import report
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "appendix" / "gpu_results.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "appendix" / "gpu_bars.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmark" / "results"
 
 

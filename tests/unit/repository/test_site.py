@@ -108,7 +108,7 @@ def test_links_out_of_the_site_become_text_and_terms_are_linked_once(site_pages:
     known = site_pages.pages()
     text = "[a](training.md#x), [b](../README.md), [c](../tests/conftest.py), [d](https://example.org)"
     moved = site_pages.links_moved(text, index, known)
-    assert moved == "[a](training.md#x), [b](overview.md), c, [d](https://example.org)"
+    assert moved == "[a](training.md#x), [b](index.md), c, [d](https://example.org)"
     linked = site_pages.glossary_linked("`chunk` # no\n# A chunk\nTwo chunks, one chunk.", known[training], ["chunk"])
     assert linked == "`chunk` # no\n# A chunk\nTwo [chunks](glossary.md#chunk), one chunk."
 
