@@ -234,9 +234,10 @@ def _with_averages(engine: Engine, chunk: Chunk, asked: Sequence[Slot]) -> torch
 
 def _warn_of_size(engine: Engine, chunks: Sequence[Chunk]) -> None:
     """Warns, once, if chunks that are shown together take more of the device than its budget leaves."""
-    nbytes = sum(chunk.weight_bytes for chunk in chunks)
-    left = engine.plan.device_budget_bytes - engine.arena.live_bytes("device")
-    if len(chunks) > 1 and nbytes > left and not engine.uses.warned_of_size:
+    plan, nbytes = engine.plan, sum(chunk.weight_bytes for chunk in chunks)
+    left = plan.device_budget_bytes - engine.arena.live_bytes("device")
+    limits = plan.device_budget_bytes != plan.predicted.device_peak_bytes  # as plans have it that were given no budget
+    if len(chunks) > 1 and nbytes > left and limits and not engine.uses.warned_of_size:
         engine.uses.warned_of_size = True
         if engine.group.rank == 0:
             logger.warning(
@@ -244,7 +245,7 @@ def _warn_of_size(engine: Engine, chunks: Sequence[Chunk]) -> None:
                 "`for name, p in model.named_parameters(): with model.gathered([p]): ...`, or run the model with "
                 "averages by gathered([], ema=True) (said once)",
                 readable_bytes(nbytes, up=True),
-                readable_bytes(engine.plan.device_budget_bytes),
+                readable_bytes(plan.device_budget_bytes),
                 readable_bytes(max(left, 0)),
             )
 

@@ -32,6 +32,10 @@ ADAM_KINDS = ("exp_avg", "exp_avg_sq")
 _PIECE_NUMEL = 2**20
 """Elements that are encoded at once: 4 MiB of float32, whole blocks of codes."""
 
+NO_AVERAGE_SAVED = "no average of the weights was saved, so that it begins with the weights before the next step"
+NO_AVERAGE_KEPT = "the average of the weights that was saved is left out, since this run keeps none (ema=)"
+"""Notes of a load if one side alone has an average."""
+
 MakeMemory = Callable[[int, torch.dtype], Memory]
 """Allocates a flat tensor of zeros, given number of elements and dtype."""
 
@@ -462,9 +466,9 @@ class States:
         if saved is None or kept == there:
             return saved
         if kept:
-            notes.add("no average of the weights was saved, so that it begins with the weights before the next step")
+            notes.add(NO_AVERAGE_SAVED)
             return saved
-        notes.add("the average of the weights that was saved is left out, since this run keeps none (ema=)")
+        notes.add(NO_AVERAGE_KEPT)
         return saved._replace(tensors={kind: each for kind, each in saved.tensors.items() if kind != AVERAGE})
 
     def _fill(self, segment: Segment, saved: Mapping[str, SavedState], wait: Callable[[], None]) -> set[str]:

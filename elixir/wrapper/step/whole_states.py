@@ -20,6 +20,8 @@ from elixir.wrapper.engine import Engine
 from elixir.wrapper.step.shard import SteppedShard
 from elixir.wrapper.step.states import (
     ADAM_KINDS,
+    NO_AVERAGE_KEPT,
+    NO_AVERAGE_SAVED,
     Find,
     SavedState,
     SavedStates,
@@ -124,7 +126,7 @@ def load_whole_states(
         shard.chunk.about_to_write()
         with shard.chunk.in_memory(write=True):
             notes |= shard.load(find, lambda: None)
-    for note in sorted(notes):
+    for note in sorted(notes & {NO_AVERAGE_SAVED, NO_AVERAGE_KEPT}):
         logger.info("load_state_dict() of an optimizer: %s", note)
     for group, loaded in zip(groups, options, strict=True):
         take_options(group, loaded)

@@ -128,7 +128,9 @@ def run(homes: str = "mixed", *, ema: float | None = DECAY, **options: Any) -> R
     [("mixed", {}), ("early", {"unified_dtype": "bfloat16"}), ("streamed", {"moments": "8bit"})],
     ids=["float32", "bfloat16-early", "8bit"],
 )
-def test_a_checkpoint_has_the_average(homes: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_average(
+    homes: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It goes on with its bits, also elsewhere and by `state_dict`; a checkpoint or a run without one says so."""
     with run(homes, **options) as first:
         first.train(2)
@@ -165,6 +167,9 @@ def test_a_checkpoint_has_the_average(homes: str, options: dict[str, Any], tmp_p
         without.train(1)
         save_checkpoint(tmp_path / "plain", without.state(), wait=True)
         loaded_weights = without.module.state_dict()
+        with caplog.at_level("INFO"):
+            without.optimizer.load_state_dict(states)
+        assert "load_state_dict() of an optimizer: the average of the weights that was saved is left out" in caplog.text
     with pytest.raises(InputError, match="holds no average"):
         export_hf(tmp_path / "plain", tmp_path / "none", ema=True)
     with run(homes, **options) as anew:
