@@ -144,19 +144,23 @@ class _Way:
             return math.inf
         question, step = self.predicted, self.step
         own = question.trace.step.activations if self.exact and self.seconds < math.inf else ()
+        if own:
+            step = replace(step, activations=own)
+            question = question._replace(trace=step.trace(self.hardware, self.traced.built(step)))
+            if not packing_floors(question):  # what was predicted is a little too low
+                return math.inf
+        return self._planned_s(question)
+
+    def slow_s(self) -> float:
+        """Seconds with the best of many choices of activations, all traced as they will run."""
+        return math.inf if self.seconds == math.inf else self._planned_s(self._question(exact=True))
+
+    def _planned_s(self, question: Question) -> float:
         try:
-            if own:
-                step = replace(step, activations=own)
-                question = question._replace(trace=step.trace(self.hardware, self.traced.built(step)))
             self._plan(question, None if self.exact else self.planning)
         except PlanError as error:
             self.missed = error, question
-            if not own:
-                return math.inf
-            try:  # the prediction was a little too low, so that another choice is the best
-                self._plan(self._question(exact=True))
-            except PlanError:
-                return math.inf
+            return math.inf
         assert self.answer is not None
         predicted = self.answer.plan.predicted
         return (predicted.fastest_s or predicted.step_s) / self.samples
@@ -200,9 +204,10 @@ def best_settings(
             asked = replace(request, moments=kind)
             cuts = _cuts(step, asked, traced, choices)
             ways += _climbed([_Way(of, hardware, how, traced, choices.exact) for of, how in cut] for cut in cuts)
-    best = fastest(ways, (lambda way: way.seconds, _Way.exact_s), WORTH)
-    if best is not None and best.answer is not None:
-        return best.answer
+    for last in (_Way.exact_s, _Way.slow_s):
+        best = fastest(ways, (lambda way: way.seconds, last), WORTH)
+        if best is not None and best.answer is not None:
+            return best.answer
     missed = [way.missed for way in ways if way.missed is not None]
     raise in_short(*min(missed, key=lambda each: each[0].needed_bytes - each[0].available_bytes))
 
