@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu_optimizer": ("model", "dtype", "optimizer", "tokens"),
     "cpu_peaks": ("model", "checkpoint", "dtype", "dropout", "batch", "tokens_per_sample"),
     "finetune": ("ranks", "how", "seed"),
-    "card_table": ("model", "method", "card"),
+    "card_table": ("model", "method", "card", "host_memory"),
     "gpu_proof_h200": ("part", "case", "contender"),
     "overlap_speed": ("figure",),
     "fsdp2_peaks": ("family", "keep"),
