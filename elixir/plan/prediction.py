@@ -162,7 +162,7 @@ class Prediction:
         if self.range_s is None:
             return text
         low, high = map(format_seconds, self.range_s)
-        return f"{text} ({low} if links and CPU are fast, {high} if both are slow)"
+        return f"{text} ({low} if compute, links and CPU are fast, {high} if all are slow)"
 
 
 def range_text(seconds: float, between: tuple[float, float] | None) -> str:
