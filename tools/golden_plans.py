@@ -53,6 +53,7 @@ FORMER: dict[str, Callable[[Any], dict[str, Any]]] = {
     "reserve_bytes": lambda amount: {"reserve_bytes": amount} if amount else {},
     "must_be_free": lambda _: {},
     "what_to_write": lambda _: {},
+    "packed": lambda documents: {} if documents is None else {"packed": documents},
     "activations": lambda units: {} if units == [] else {"activations": units},
 }
 """Name of a field today -> the fields that said the same when the hashes were recorded."""
