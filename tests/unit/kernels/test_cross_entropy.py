@@ -81,6 +81,31 @@ def test_logits_never_exist_as_a_whole() -> None:
     assert seen.numel >= hidden.shape[0] * 48
 
 
+def test_derivatives_by_differences_and_of_what_is_not_frozen() -> None:
+    hidden, weight, bias, target = example(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h[:5, :6], w[:, :6], target[:5], b), (hidden, weight, bias), fast_mode=True
+    )
+    for frozen in range(3):
+        given = [each.detach() if at == frozen else each for at, each in enumerate((hidden, weight, bias))]
+        asked = [each for each in given if each.requires_grad]
+        losses = [each(given[0], given[1], target, given[2]) for each in (linear_cross_entropy, plain)]
+        torch.testing.assert_close(*(torch.autograd.grad(loss, asked) for loss in losses))
+    with _Largest() as seen:
+        linear_cross_entropy(hidden, weight.detach(), target).backward()
+    assert seen.products == 3 * 3  # logits twice and the gradient of hidden, for each of three slices
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [range(37), range(5, 37), ()])
+def test_ignored_targets_are_as_in_pytorch(ignored: Any, reduction: str) -> None:
+    hidden, weight, _bias, target = example()
+    target.clamp_(min=8)[list(ignored)] = 7
+    options: dict[str, Any] = {"ignore_index": 7, "reduction": reduction}
+    found = [f(hidden, weight, target, **options) for f in (linear_cross_entropy, plain)]
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight, _bias, target = example()
     loss = linear_cross_entropy(hidden, weight, target)

@@ -137,6 +137,50 @@ def test_whatever_else_is_asked_of_deferred_logits_is_what_logits_give(ask: Any)
 # --- per instance, and undone --------------------------------------------------------------------------------------
 
 
+def test_only_this_instance_changes_and_only_until_remove() -> None:
+    model, inp = language_case("llama")
+    other, expected = copy.deepcopy(model), model(**inp)
+    classes = {type(module): type(module).forward for module in model.modules()}
+    fused = FusedKernels(model, True, "cpu")
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert all(cls.forward is forward for cls, forward in classes.items())
+    assert "logits" not in model(**inp)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(input_ids=inp["input_ids"], labels=inp["labels"][:1])
+    assert isinstance(model.lm_head(torch.ones(1, 64)), torch.Tensor)  # which defers nothing after an error
+    fused.remove()
+    fused.remove()  # a second time is nothing
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(**inp).logits, expected.logits)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    torch.testing.assert_close(twin(**inp).loss, expected.loss)  # of its own weights
+    fused = FusedKernels(model, True, "cpu")
+    model.lm_head.forward = later = lambda x: x
+    fused.remove()
+    assert vars(model.lm_head)["forward"] is later  # of somebody else
+    assert not FusedKernels(model, True, "cpu").counts
+
+
+def test_a_layer_that_somebody_listens_to_keeps_its_logits() -> None:
+    model, _ = language_case("opt")
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+    assert not FusedKernels(model, True, "cpu").counts
+
+
+@pytest.mark.parametrize("extra", [{"num_items_in_batch": 11}, {"shift_labels": True}, {"logits_to_keep": 24}])
+def test_what_a_trainer_passes_on_to_the_loss(extra: dict[str, Any]) -> None:
+    model, inp = language_case("llama")
+    if "shift_labels" in extra:
+        extra = {"shift_labels": inp["labels"].roll(-2, 1)}
+    expected = model(**inp, **extra).loss
+    FusedKernels(model, True, "cpu")
+    output = model(**inp, **extra)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected)
+
+
 # --- under a plan --------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +206,3 @@ def test_trains_as_plain_pytorch_does(name: str, checkpoint: str, mode: str, opt
         it.model, plan, device="cpu", debug=Debug(poison=True, evict_always=True), use_fused_kernels=True
     )
     train_with_plain(it, module, plain, 3e-3 if "dtype" in options else 1e-5)
-
-
-# --- traced --------------------------------------------------------------------------------------------------------
-
-
-# --- neighbours -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from typing import Any
@@ -90,6 +91,63 @@ def test_state_dicts_go_to_and_from_torch() -> None:
         second.load_state_dict(saved)
         train(second, range(5, 10))
         assert distance(own, straight) < 1e-6
+
+
+def test_groups_schedulers_and_missing_gradients_are_followed_as_by_torch() -> None:
+    """Bias corrections go by a parameter's own steps."""
+
+    def run(cls: Any) -> list[nn.Parameter]:
+        own = parameters()
+        optimizer = cls([{"params": own[:2], "lr": 1e-2, "weight_decay": 0.1}], lr=1e-3, weight_decay=0.0)
+        optimizer.add_param_group({"params": own[2:], "betas": (0.5, 0.9), "maximize": True})
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            for index, parameter in enumerate(own):
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient if (step + index) % 3 else None
+            optimizer.step()
+            scheduler.step()
+        return own
+
+    assert distance(run(HybridAdam), run(torch.optim.AdamW)) < 1e-6
+
+
+def test_memory_order_does_not_matter() -> None:
+    values = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    mine = [nn.Parameter(values.to(memory_format=torch.channels_last))]
+    theirs = [nn.Parameter(values.clone())]
+    for own in (mine, theirs):
+        optimizer = HybridAdam(own)
+        train(optimizer, range(3))  # with gradients in the usual order
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, range(3, 6))
+    assert torch.equal(mine[0], theirs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_rounded_float32_training_with_what_is_written_in_between(dtype: torch.dtype) -> None:
+    """Steps are below half a last bit, which weights without masters would never take."""
+    mine = parameters(dtype)
+    theirs = [nn.Parameter(parameter.detach().float()) for parameter in mine]
+    first, second = HybridAdam(mine, lr=1e-5), torch.optim.AdamW(theirs, lr=1e-5, weight_decay=0.0)
+    for step in range(30):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.rand(one.shape, generator=generator).to(dtype)
+            other.grad = one.grad.float()
+        if step == 20:
+            with torch.no_grad():
+                mine[0].fill_(3.0), theirs[0].fill_(3.0)
+                mine[2].copy_(mine[2].clone())  # which its master rounds to: the bits below the last stay
+        output = mine[1].square().sum()
+        first.step()
+        second.step()
+    masters = [first.state[parameter]["master"] for parameter in mine]
+    assert distance(masters, theirs) < 1e-6
+    assert all(torch.equal(one, master.to(dtype)) for one, master in zip(mine, masters, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
 
 
 def test_the_factor_and_the_closure() -> None:
