@@ -18,9 +18,11 @@ from elixir.hardware.profile import (
     HardwareProfile,
     load_hardware,
     preset,
+    preset_names,
+    warn_if_doubtful,
     warn_if_other_device,
 )
-from elixir.hardware.rate_fit import RateFit
+from elixir.hardware.rate_fit import DOUBTFUL_ERROR, LARGEST_ALONE, RateFit, fit_unit
 
 EXPECTED = (
     "h200 h100 h100-pcie a100 a100-40gb a6000 v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 gh200 gb10 rtxpro6000 "
@@ -156,6 +158,59 @@ def test_plain_rates_of_compute_and_collectives() -> None:
         profile.seconds("matmul.float64.square", 1)
 
 
+PLAIN = {
+    "host_to_device.both.all_ranks": "host_to_device_bytes_per_s",
+    "device_to_host.pageable": "device_to_host_bytes_per_s",
+    "host_memory": "host_memory_bytes_per_s",
+    "host_adam.8.bfloat16.all_ranks": "host_adam_numel_per_s",
+    "device_adam.bfloat16": "device_adam_numel_per_s",
+    "reduction.float32": "device_memory_bytes_per_s",
+    "device_to_device": "device_to_device_bytes_per_s",
+    "disk_read.both": "disk_read_bytes_per_s",
+}
+
+
+def test_the_nearest_measured_key_answers_and_otherwise_the_plain_field() -> None:
+    plain = dataclasses.replace(preset("h200"), disk_read_bytes_per_s=3e9)
+    for key, field in PLAIN.items():
+        assert plain.rate(key) == RateFit(0.0, getattr(plain, field), 0.0)
+        assert fit_unit(key) in field
+    alone, both, square = RateFit(1.0, 1.0, 0.0), RateFit(2.0, 1.0, 0.0), RateFit(3.0, 1.0, 0.0)
+    profile = with_fits(
+        host_to_device=alone, host_to_device__both=both, matmul__bfloat16__square=square, elementwise__bfloat16=both
+    )
+    answers = {
+        "host_to_device": alone, "host_to_device.pageable": alone, "host_to_device.both.all_ranks": both,
+        "matmul.bfloat16.skinny": square, "activation.bfloat16": both,
+    }  # fmt: skip
+    assert {key: profile.rate(key) for key in answers} == answers
+    assert profile.rate("matmul.float16.skinny") == RateFit(0.0, profile.flops_rate("float16"), 0.0)
+    assert (plain.knows_disk, with_fits(disk_read=alone, disk_write=both).knows_disk) == (False, True)
+    assert fit_unit("attention.float32") == "flops"
+
+
+def test_a_fingerprint_is_of_the_numbers_on_which_plans_depend(tmp_path: Path) -> None:
+    profile = with_fits(host_to_device=RateFit(1e-5, 5e10, 0.1, ((1e6, 3e-5), (1e9, 2e-2))))
+    assert load_hardware(str(profile.save(tmp_path / "hw.json"))) == profile
+    same = ({"sources": {}}, {"measured_at": "2026-01-31"}, {"fits": {"host_to_device": RateFit(1e-5, 5e10, 0.3)}})
+    for change in same:
+        assert dataclasses.replace(profile, **change).fingerprint == profile.fingerprint  # type: ignore[arg-type]
+    others = (
+        {"device_memory_bytes": 1}, {"network_latency_s": 1.5}, {"fits": {}}, {"early_kept": 0.5}, {"contention": 1.0},
+        {"fits": {"host_to_device": RateFit(2e-5, 5e10, 0.1)}}, {"fits": {"host_to_device": RateFit(1e-5, 4e10, 0.1)}},
+    )  # fmt: skip
+    prints = {dataclasses.replace(profile, **change).fingerprint for change in others}  # type: ignore[arg-type]
+    assert len(prints - {profile.fingerprint}) == len(others)
+
+
+def test_the_ranks_of_a_machine() -> None:
+    assert [preset("h200").ranks_per_host(world) for world in (1, 8, 24)] == [1, 8, 8]
+    alone = preset("cpu")
+    assert alone.ranks_per_host(24) == 24
+    assert dataclasses.replace(alone, network_bytes_per_s=1e9, devices_per_host=2).ranks_per_host(24) == 2
+    assert alone.flops_rate("float64") in (alone.flops_rate("float32") / 2, alone.flops_per_s.get("float64"))
+
+
 @pytest.mark.parametrize(
     "key", ["", "pcie", "host_to_device.fast", "matmul", "all_gather", "all_gather.0", "host_adam.x", 3]
 )
@@ -192,3 +247,21 @@ def test_another_machines_measurement_is_warned_of_with_both_names(caplog: pytes
     (record,) = caplog.records
     assert "Acme 9000" in record.getMessage()
     assert cpu_name() in record.getMessage()
+
+
+def test_only_other_machines_and_doubtful_rates_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fits = {"attention.float32": RateFit(0, 1e11, DOUBTFUL_ERROR), "matmul.float32.square": RateFit(0, 1e11, 0.42)}
+    sources = preset("cpu").sources | {"host_memory_bytes_per_s": f"measured, so {LARGEST_ALONE}"}
+    noisy = dataclasses.replace(preset("cpu"), name="noisy", fits=fits, sources=sources)
+    with caplog.at_level(logging.WARNING):
+        for name in preset_names():
+            warn_if_doubtful(preset(name))
+        warn_if_other_device(measured_here(f"{cpu_name()}, 64 threads"))  # a process chooses its thread count
+        warn_if_other_device(preset("h200"))
+        assert caplog.records == []
+        warn_if_doubtful(noisy)
+    text = caplog.text
+    assert "'noisy'" in text
+    assert "host_memory_bytes_per_s: no fit describes what was measured" in text
+    assert "fits.matmul.float32.square: its fit is off by up to 42%" in text
+    assert "attention" not in text

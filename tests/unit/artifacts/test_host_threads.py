@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ from elixir.hardware.host_share import (
     HostView,
     adam_threads,
     binds,
+    core_list,
+    enough_threads,
     host_share,
+    host_view,
+    quota_cores,
     rank_threads,
     use_threads,
 )
@@ -38,6 +43,54 @@ def test_all_ranks_together_have_no_more_threads_than_cores(cores: int, ranks: i
     assert (
         adam_threads(cores + 1, ranks, compute) >= threads or cores // ranks == 2
     )  # the third goes to the data loader
+
+
+def test_the_rule_leaves_cores_for_compute_and_for_the_data_loader() -> None:
+    assert [adam_threads(cores) for cores in (1, 2, 3, 4, 7, 8, 9, 16)] == [1, 2, 2, 3, 6, 6, 7, 14]
+    assert (adam_threads(16, ranks=8), adam_threads(16, compute_threads=4)) == (2, 10)
+    assert enough_threads(lambda threads: 100.0 * min(threads, 5) - threads, most=9) == 5
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 63), min_size=1, max_size=40, unique=True), st.floats(0.5, 99))
+def test_ranks_of_a_machine_divide_its_cores_and_quota(ranks: int, cores: list[int], quota: float) -> None:
+    views = [HostView(host, tuple(cores), quota, str(rank % 2)) for rank in range(ranks) for host in ("here", "there")]
+    shares = [host_share(views, rank, {}) for rank in range(0, 2 * ranks, 2)]
+    for rank, share in enumerate(shares):
+        assert share.cores
+        assert (share.ranks, share.on_machine) == (ranks, ranks)
+        assert share.all_cores == max(1, int(min(len(cores), quota)))
+        assert share.memory_ranks == tuple(range(rank % 2 * 2, 2 * ranks, 4))
+    if len(cores) >= ranks:
+        assert [core for share in shares for core in share.cores] == cores
+
+
+def test_what_a_launcher_has_divided_is_not_divided_again() -> None:
+    views = [HostView("here", (0, 1), 8.0), HostView("here", (2, 3), 8.0)]
+    environment = {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert host_share(views, 1, environment) == HostShare((2, 3), 2, 1)
+
+
+def test_what_the_system_says_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, job = tmp_path / "membership", tmp_path / "cpu" / "job"
+    member.write_text("4:cpu,cpuacct:/job\n0::/a/b\n")
+    for folder in (job, tmp_path / "a" / "b"):
+        folder.mkdir(parents=True)
+    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    (job / "cpu.cfs_quota_us").write_text("-1\n")
+    (job / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_cores(tmp_path, member) == float("inf")
+    (tmp_path / "a" / "cpu.max").write_text("450000 100000\n")
+    assert quota_cores(tmp_path, member) == 4.5
+    (job / "cpu.cfs_quota_us").write_text("300000\n")
+    assert quota_cores(tmp_path, member) == 3.0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    for core in range(4):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text("0\n")
+        (folder / "thread_siblings_list").write_text(f"{core % 2},{core % 2 + 2}\n")
+    assert host_view(topology=tmp_path).cores == (0, 2, 1, 3)  # hyperthreads of a core are neighbours
+    assert core_list((3, 2, 0, 5)) == "0,2-3,5"
 
 
 def test_ranks_outside_of_the_group_share_the_machine_too() -> None:
@@ -80,6 +133,16 @@ def test_a_core_that_is_not_there_is_no_reason_to_stop(lane: ThreadLane, caplog:
         pytest.skip("nothing is bound")
     lane.submit(lambda: use_threads(2, [100_000])).wait()
     assert "runs on any core" in caplog.text
+
+
+def test_threads_of_a_lane_are_its_own(lane: ThreadLane) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    lane.submit(lambda: use_threads(before + 2)).wait()
+    lane.submit(lambda: seen.append(torch.get_num_threads())).wait()
+    later = ThreadLane("later")
+    later.submit(lambda: seen.append(torch.get_num_threads())).wait()
+    later.close()
+    assert [*seen, torch.get_num_threads()] == [before + 2, before, before]
 
 
 # --- in the optimizer ------------------------------------------------------------------------------------------------

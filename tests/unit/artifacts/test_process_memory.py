@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +48,59 @@ def test_freed_memory_is_given_back_once_more_is_held_than_expected() -> None:
     limit.trim_if_over()
     assert held_bytes() == pytest.approx(after, abs=MIB)
     assert len(kept) + len(more) + len(shared) > 40
+
+
+def test_resident_memory_is_read_as_linux_tells_it(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\nRssAnon:\t 300 kB\nRssFile:\t 100 kB\nRssShmem:\t 20 kB\n")
+    assert resident(status) == Resident(320 * 1024, 100 * 1024, 500 * 1024)
+    status.write_text("Name:\tpython\nVmHWM:\t 500 kB\n")
+    assert resident(status) is None is resident(tmp_path / "none")
+
+
+def test_threads_that_start_later_share_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[int, ...]] = []
+    library = SimpleNamespace(mallopt=lambda *option: options.append(option), malloc_trim=None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    process_memory.share_heap()
+    assert options == [(-8, 1)]  # M_ARENA_MAX of malloc.h
+    del library.malloc_trim  # another C library
+    process_memory.share_heap()
+    assert len(options) == 1
+
+
+def test_memory_is_looked_at_and_given_back_no_more_often_than_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    if resident() is None:
+        pytest.skip("this operating system does not tell what is resident")
+    now_s, looks, given = [100.0], [0], [0]
+
+    def held_bytes(limit: HeapLimit) -> int:
+        looks[0] += 1
+        return 80 * MIB
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.__setitem__(0, given[0] + 1))
+    monkeypatch.setattr(process_memory, "resident", lambda: None)
+    monkeypatch.setattr(HeapLimit, "held_bytes", held_bytes)
+    limit = HeapLimit()
+
+    def looked(coming_bytes: int = 0) -> bool:
+        before = looks[0]
+        limit.trim_if_over(coming_bytes)
+        return looks[0] > before
+
+    for _ in range(2):
+        limit.set(100 * MIB)
+        assert (looked(), looked(), looked(MIB), looked()) == (True, False, True, False)
+        now_s[0] += process_memory.LOOKS_APART_S
+        assert (looked(), looked()) == (True, False)
+    assert not given[0]
+    for coming, times in ((18, 0), (19, 1), (19, 1), (22, 2)):  # the limit is 98.5, and grows by 1.5 % when exceeded
+        limit.trim_if_over(coming * MIB)
+        assert given[0] == times
+    limit.forget()
+    limit.trim_if_over(LARGEST_BYTES)
+    assert (given[0], limit.expected_bytes) == (2, 0)
 
 
 @pytest.mark.parametrize("room_bytes", [0, MIB])
