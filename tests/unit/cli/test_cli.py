@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from elixir.artifact import Artifact
@@ -19,6 +20,7 @@ from elixir.hardware.rate_fit import RateFit
 from elixir.plan.plan import Plan
 from elixir.plan.process_need import ProcessNeed
 from elixir.search.request import SearchRequest
+from elixir.step_trace import StepTrace
 from tests.common.command_line import fails, run
 from tests.common.samples import make_hardware, make_plan, make_trace
 
@@ -95,7 +97,6 @@ def test_profile_json_is_one_object_with_the_promised_keys(stub: Stub, capsys: p
 def test_a_plan_remembers_the_files_of_frozen_weights(
     stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import torch
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -109,6 +110,44 @@ def test_a_plan_remembers_the_files_of_frozen_weights(
         ("model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
     ]
     assert run(capsys, *asked)[0] != 0
+
+
+def test_commands_pass_on_what_was_asked(stub: Stub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    step = "--activation-checkpointing opt-13b --batch 8 --seq 2048 --dtype fp16 --positions 4096 --fused-kernels"
+    out = tmp_path / "trace.json"
+    argv = f"profile {step} --optimizer SGD --optimizer-kernel fused --device a100 --out {out}"
+    status, text, _ = run(capsys, *argv.split())
+    assert status == 0
+    assert StepTrace.load(out) == stub.results["trace_step"]
+    assert str(out) in text
+    assert stub.calls["load_hardware"]["args"] == ("a100",)
+    built, given, traced = (stub.calls[name] for name in ("build", "input_to_trace", "trace_step"))
+    assert built["args"] == ("opt-13b",)
+    assert (built["dtype"], built["checkpoint"], built["max_positions"]) == (torch.float16, "non-reentrant", 4096)
+    assert (given["batch"], given["seq"]) == (8, 2048)
+    assert (traced["optimizer"], traced["optimizer_kernel"], traced["model_name"]) == ("SGD", "fused", "opt-13b")
+    assert traced["use_fused_kernels"]
+    assert traced["hardware"] is stub.results["load_hardware"]
+
+    argv = "plan opt-13b --hardware h100 --world-size 16 --host-budget 1TiB --device-memory 70GB --placement cpu"
+    more = "--no-overlap --network 50GB --replicas 4 --devices-per-host 4 --moments 8bit --optimizer Adam"
+    assert run(capsys, *argv.split(), *more.split())[0] == 0
+    assert not stub.calls["trace_step"]["use_fused_kernels"]
+    trace, hardware, request = stub.calls["plan_from_trace"]["args"]
+    assert (hardware.network_bytes_per_s, hardware.devices_per_host) == (50e9, 4)
+    assert (trace, hardware.name) == (stub.results["trace_step"], stub.results["load_hardware"].name)
+    assert request == SearchRequest(
+        world_size=16, host_budget=2**40, device_memory=70 * 10**9, placement="cpu", overlap=False, replicas=4,
+        moments="8bit", optimizer_type="Adam",
+    )  # fmt: skip
+    loop = ("--optimizer-kernel", "for-loop")
+    for words, optimizer in ((), "AdamW"), (loop, "AdamW (for-loop)"), ((*loop, "--fused-kernels"), "AdamW"):
+        assert run(capsys, "plan", "opt-13b", *words)[0] == 0
+        assert stub.calls["plan_from_trace"]["args"][2].optimizer_type == optimizer
+    for command in ("profile", "plan"):
+        long, short = (run(capsys, command, "x", *flags)[1].splitlines() for flags in ((), ("--brief",)))
+        assert [line for line in long if line in short] == short
+        assert len(short) < 12 < len(long)
 
 
 PLAIN_MODEL = """

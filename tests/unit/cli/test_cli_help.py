@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 
 import pytest
 
-from elixir.cli.options import COMMANDS, EXAMPLES, build_parser, normalise
+from elixir.cli.options import COMMANDS, EXAMPLES, RULES, build_parser, check_rules, normalise
+from elixir.errors import InputError
 from tests.common.command_line import run
 
 
@@ -33,3 +35,64 @@ def test_version_and_bare_call(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys)
     assert status == 2
     assert "COMMAND" in out
+
+
+@pytest.mark.parametrize("command", [command for command, rules in RULES.items() if rules])
+def test_every_rule_refuses_what_it_says(command: str) -> None:
+    names = vars(build_parser().parse_args(normalise(shlex.split(EXAMPLES[command][0])[1:])))
+
+    def refusal(*arguments: str) -> str:
+        args = argparse.Namespace(**{**dict.fromkeys(names), "command": command})
+        for argument in arguments:
+            name, _, value = argument.removeprefix("--").replace("-", "_").partition("=")
+            assert name in names
+            setattr(args, name, value or "x")
+        try:
+            check_rules(args)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    for rule in RULES[command]:
+        words, _, error = rule.partition(": ")
+        argument, how, others = words.split()
+        for other in others.split("|"):
+            assert refusal(argument, other) == error if how == "with" else refusal(argument, other) != error
+        assert (refusal(argument) == error) is (how == "without")
+        assert refusal(*others.split("|")) != error
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_an_unknown_flag_points_to_the_help_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(EXAMPLES[command][0])[1:]
+    for flag, says in (("--no-such-thing", ""), ("--step-in-backward", "; early updates have taken the place")):
+        said = run(capsys, *words, flag)[2]
+        assert said.startswith(f"elixir {command}: error: unrecognized arguments: {flag}{says}")
+        assert said.endswith(f"(see elixir {command} --help)\n")
+
+
+def test_flags_that_are_nearly_right_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --host-memory?" in run(capsys, "plan", "opt-13b", "--host-memroy=3GiB")[2]
+    assert "did you mean" not in run(capsys, "plan", "opt-13b", "--zzz")[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "form"),
+    [
+        ("sweep --checkpoint opt-13b opt-30b", "non-reentrant"),
+        ("profile opt-13b --activation-checkpointing", "non-reentrant"),
+        ("profile opt-13b --checkpoint --json", "non-reentrant"),
+        ("profile opt-13b --activation-checkpointing reentrant", "reentrant"),
+        ("profile --activation-checkpointing=reentrant opt-13b", "reentrant"),
+        ("profile opt-13b", None),
+    ],
+)
+def test_checkpointing_takes_a_form_or_none_and_no_model(argv: str, form: str | None) -> None:
+    args = build_parser().parse_args(normalise(argv.split()))
+    assert (args.checkpoint, getattr(args, "model", "opt-13b")) == (form, "opt-13b")
+
+
+def test_values_between_commas_and_amounts() -> None:
+    args = build_parser().parse_args("sweep a b --world-sizes 4,1,4 --hardware t4,l4 --network 2GB".split())
+    assert (args.models, args.world_sizes, args.hardware) == (["a", "b"], [4, 1], ["t4", "l4"])
+    assert args.network == 2e9

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
+from matplotlib.colors import rgb_to_hsv, to_rgb
 
 from elixir.errors import InputError, InputTypeError, PlanError
 from elixir.hardware.profile import preset
@@ -17,11 +22,13 @@ from elixir.search import plan_from_trace
 from elixir.search.question import StepQuestion
 from elixir.search.request import SearchRequest
 from elixir.search.searches import answer_to
+from elixir.search.whatif.prices import Offer, Prices
 from elixir.search.whatif.sweep import SweepRow, fit, sweep
-from elixir.show.sweep import plot_sweep, sweep_table
+from elixir.show.style import RESOURCE_LABELS
+from elixir.show.sweep import cost_text, fit_table, plot_sweep, reasons, row_text, sweep_table, to_frame
 from elixir.step_trace import StepTrace
 from elixir.tracer.trace import trace_step
-from elixir.units import GIB, MIB
+from elixir.units import GIB, MIB, format_bytes, format_seconds
 from tests.common.asked_once import steps_are_traced_once  # noqa: F401
 
 MODEL = "opt-125m"
@@ -155,16 +162,75 @@ def test_fit_says_so_where_nothing_does() -> None:
     assert [(row.machine, row.world_size, row.fits) for row in found.rows] == [("t4", 2, False), ("rtx4090", 2, False)]
 
 
-def test_the_heat_map_has_a_cell_for_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
+def test_the_heat_map_has_the_speed_of_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
     figure = plot_sweep(rows, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
     (axes,) = figure.axes
-    assert len(axes.texts) == len(rows)
-    assert sum(text.get_text() == "\N{MULTIPLICATION SIGN}" for text in axes.texts) == sum(not row.fits for row in rows)
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"{MODEL}, batch 1", f"{MODEL}, batch 64"]
+    (mesh,) = axes.collections
+    speeds = mesh.get_array().filled(0.0)
+    down = [label.get_text() for label in axes.get_yticklabels()]
+    across = [label.get_text() for label in axes.get_xticklabels()]
+    assert across == ["1\nt4", "8", "1\nh200", "8"]
+    assert axes.get_ylim() == (len(down), 0)  # the first is the highest
+    assert [line.get_xdata()[0] for line in axes.lines] == [2]
+    names = dict(text.get_text().split(" ", 1) for text in axes.get_legend().get_texts())
+    assert names.pop("does") == "not fit"
+    used = set()
+    for row, text in zip(rows, axes.texts, strict=True):
+        x, y = (at - 0.5 for at in text.get_position())
+        column, line = 2 * (row.machine == "h200") + (row.world_size == 8), down.index(f"{MODEL}, batch {row.batch}")
+        assert (x, y, speeds[line, column]) == (column, line, row.tokens_per_s or 0.0)
+        if not row.fits:
+            assert text.get_text() == "\N{MULTIPLICATION SIGN}"
+            continue
+        shown, letter = text.get_text().split()
+        assert float(shown.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(shown[-1], 1) == pytest.approx(
+            row.tokens_per_s, 0.05
+        )
+        assert names[letter] == RESOURCE_LABELS[row.bound_by or ""]
+        used.add(letter)
+        ink, ground = (rgb_to_hsv(to_rgb(each))[2] for each in (text.get_color(), mesh.to_rgba(row.tokens_per_s)[:3]))
+        assert abs(ink - ground) > 0.35
+    assert used == set(names)
     with pytest.raises(InputError, match="no rows"):
         plot_sweep([])
 
 
-def test_the_table_has_a_line_for_every_row(rows: list[SweepRow]) -> None:
-    assert sweep_table(rows).row_count == len(rows)
+def test_tables_have_the_numbers_of_every_row(rows: list[SweepRow]) -> None:
+    offer = Offer("h200", 2, 5.0, "USD", "example.com", datetime.date(2026, 1, 31))
+    prices, why, frame = Prices((offer,), "USD"), reasons(rows), to_frame(rows)
+    assert len(why) == len(set(why)) > 0
+    tables = sweep_table(rows, prices=prices), fit_table(rows, "fit", prices)
+    swept, fitted = (zip(*(column.cells for column in table.columns), strict=True) for table in tables)
+    for number, (row, cells, chosen) in enumerate(zip(rows, swept, fitted, strict=True)):
+        for field in dataclasses.fields(SweepRow):
+            found, value = frame[field.name][number], getattr(row, field.name)
+            assert pandas.isna(found) if value is None else found == value
+        named = f"{row.world_size} x {row.machine}"
+        assert (cells[0], cells[1], chosen[0]) == (f"{MODEL}\nbatch {row.batch}", named, named)
+        if not row.fits:
+            assert cells[5] == chosen[1] == f"does not fit [{why.index(row.reason) + 1}]"
+            assert row_text(row).endswith(f"does not fit: {row.reason}")
+            continue
+        assert None not in (row.step_s, row.tokens_per_s, row.fastest_s, row.slowest_s, row.device_flops_per_s)
+        assert cells[2].split("\n")[0] == format_seconds(row.step_s)
+        assert cells[3].split("\n")[0] == f"{row.tokens_per_s:,.0f} tokens"
+        assert float(cells[3].split("\n")[1].split()[0]) == pytest.approx(row.device_flops_per_s / 1e12, 1e-2)
+        peaks = [
+            format_bytes(each or 0) for each in (row.device_peak_bytes, row.host_peak_bytes, row.must_be_free_bytes)
+        ]
+        assert (cells[4].split("\n"), [*chosen[3:5]]) == (peaks[:2], [peaks[0], peaks[2]])
+        bound = RESOURCE_LABELS[row.bound_by or ""]
+        assert (cells[5], chosen[5]) == (f"{bound}\n{row.states_on_host_chunks} of {row.chunks}", bound)
+        speeds = [float(each) for each in re.findall(r"[\d.]+", chosen[2].replace(",", ""))]
+        tokens = row.tokens_per_s * row.step_s
+        assert speeds == pytest.approx([row.tokens_per_s, tokens / row.slowest_s, tokens / row.fastest_s], abs=0.5)
+        assert f"{row.tokens_per_s:,.0f} tokens per s" in row_text(row)
+        cost = prices.cost(row)
+        assert (cost is None) is (row.machine == "t4") is (cells[6] == "-")
+        if cost is not None:
+            hourly = 5.0 * ((row.world_size + 1) // 2)
+            assert cells[6] == chosen[6] == f"{hourly:.2f}\n{hourly / 3600 / row.tokens_per_s * 1e6:.3g}"
+            days, said = 1e9 / row.tokens_per_s / 86400, cost_text(row, cost, "USD", 1e9)
+            assert f", {days * 24 * hourly:,.2f} USD and {days:,.1f} days for 1,000,000,000 tokens" in said
+            assert ("4 offers of 2" in said) is (row.world_size == 8)
