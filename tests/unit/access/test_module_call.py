@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir.access.module_call import CALL, ModuleCall
+from elixir.access.module_call import (
+    CALL,
+    ModuleCall,
+    OwnCheckpoint,
+    checkpoint_function,
+    unentered_function,
+    without_checkpoint,
+)
 
 ONES = torch.ones(2)
 
@@ -46,6 +55,64 @@ def test_hooks_run_inside_whenever_they_were_registered() -> None:
     assert module(ONES).tolist() == [2.0, 2.0]
     assert around.seen[4:] == ["before", "after"]
     assert CALL not in vars(module)
+
+
+def test_the_outermost_one_stays_around_those_that_come_later() -> None:
+    module, around = Doubles(), Around()
+
+    def seen() -> list[str]:
+        around.seen.clear()
+        module(ONES)
+        return around.seen
+
+    outer = ModuleCall(module, around.run("outer"), outermost=True)
+    calls = [ModuleCall(module, around.run(name)) for name in ("first", "second")]
+    both = [f"{name} begins" for name in ("outer", "second", "first")]
+    assert seen() == [*both, *(f"{name} ends" for name in ("first", "second", "outer"))]
+    calls[0].remove()  # the second one has called it
+    assert seen() == ["outer begins", "second begins", "second ends", "outer ends"]
+    for copied in (copy.copy(module), copy.deepcopy(module)):
+        around.seen.clear()
+        assert copied(ONES).tolist() == [2.0, 2.0]
+        assert not around.seen
+    calls[1].remove()
+    assert seen() == ["outer begins", "outer ends"]
+    outer.remove()
+    assert seen() == []
+    assert CALL not in vars(module)
+
+
+def test_a_module_that_was_compiled_meanwhile_is_entered_once() -> None:
+    module, around = Doubles(), Around()
+    before = ModuleCall(module, around.run("before"))
+    module.compile(backend="eager", fullgraph=True)  # of what calls it then
+    before.remove()
+    call = ModuleCall(module, around.run("call"))
+    assert (before.is_compiled, call.is_compiled) == (False, True)
+    assert module(ONES).tolist() == [2.0, 2.0]
+    assert around.seen == ["call begins", "call ends"]
+    call.remove()
+    assert CALL in vars(module)
+
+
+def test_a_checkpoint_of_the_modules_own_is_entered_inside_of_it() -> None:
+    around = Around()
+
+    def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+        around.seen.append("checkpoint")
+        return function(*args)
+
+    module: Any = Doubles()
+    module._gradient_checkpointing_func = checkpoint
+    entered = OwnCheckpoint(module, around.run("call"))
+    assert checkpoint_function(module) != checkpoint == unentered_function(module)
+    for called in (module, Doubles()):  # a module may checkpoint calls of others, which are not entered
+        assert module._gradient_checkpointing_func(partial(Doubles.forward, called), ONES).tolist() == [2.0, 2.0]
+    with without_checkpoint(module):
+        module._gradient_checkpointing_func(partial(Doubles.forward, module), ONES)
+    assert around.seen == ["checkpoint", "call begins", "call ends", "checkpoint", "call begins", "call ends"]
+    entered.remove()
+    assert checkpoint_function(module) == checkpoint
 
 
 def test_torch_calls_a_module_by_this_attribute() -> None:

@@ -93,6 +93,48 @@ def test_memory_of_weights_cannot_be_taken_outside(pair: Pair, how: str) -> None
     pair.train(1)
 
 
+def test_other_memory_of_a_weight_and_writes_that_its_graph_needs_are_refused(pair: Pair) -> None:
+    parameter = weights(pair)["second.weight"]
+    with pytest.raises(InputError, match=r"\.data .* parameter\.copy_"):
+        parameter.data = torch.ones(8, 8)
+    with torch.no_grad(), pytest.raises(InputError, match=r"set_\(\), .* parameter\.copy_"):
+        parameter.set_(torch.ones(8, 8))  # PyTorch calls no torch function for it
+    with pair.module.gathered():
+        mine = copy.deepcopy(parameter)
+    assert type(mine) is nn.Parameter
+    assert pair.agree(mine, pair.plain.second.weight)
+    for model in (pair.module.module, pair.plain):
+        model.middle = lambda net, x: x.exp().add_(1)  # exp saved what add_ changes
+    for model in (pair.module, pair.plain):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pair.case.loss(model, pair.case.inp).backward()
+    for model in (pair.module.module, pair.plain):
+        model.middle = lambda net, x: x
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.train(2)
+    loss = pair.case.loss(pair.module, pair.case.inp)
+    with torch.no_grad(), pair.module.gathered(write=True):
+        for model in (pair.module.module, pair.plain):
+            model.get_parameter("third.weight").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_of_users_run_once(pair: Pair) -> None:
+    all_seen: list[list[str]] = []
+    for model in (pair.module.module, pair.plain):
+        seen: list[str] = []
+        all_seen.append(seen)
+        model.third.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"))
+        model.third.register_forward_hook(lambda *_, seen=seen: seen.append("after"))
+        model.third.register_full_backward_hook(lambda *_, seen=seen: seen.append("backward"))
+        model.third.weight.register_hook(lambda gradient, seen=seen: seen.append("gradient") or 2 * gradient)
+    pair.train(2)
+    assert all_seen[0] == all_seen[1]
+    assert len(all_seen[0]) == 2 * 4
+
+
 def test_weights_are_printed(pair: Pair) -> None:
     parameter = weights(pair)["second.weight"]
     assert "requires_grad=True" in repr(parameter)

@@ -19,6 +19,7 @@ from elixir.hardware.host_share import (
     HostView,
     adam_threads,
     binds,
+    check_host_threads,
     core_list,
     enough_threads,
     host_share,
@@ -48,6 +49,7 @@ def test_all_ranks_together_have_no_more_threads_than_cores(cores: int, ranks: i
 def test_the_rule_leaves_cores_for_compute_and_for_the_data_loader() -> None:
     assert [adam_threads(cores) for cores in (1, 2, 3, 4, 7, 8, 9, 16)] == [1, 2, 2, 3, 6, 6, 7, 14]
     assert (adam_threads(16, ranks=8), adam_threads(16, compute_threads=4)) == (2, 10)
+    assert (check_host_threads(1), check_host_threads(None)) == (1, None)
     assert enough_threads(lambda threads: 100.0 * min(threads, 5) - threads, most=9) == 5
 
 

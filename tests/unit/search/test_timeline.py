@@ -105,6 +105,7 @@ def test_a_chrome_trace_has_every_span_once_and_waits_and_arrows_between(
             whole = event["cat"] in ("gather", "reduce") or event["tid"] == threads["compute"]
             assert event["args"]["bytes"] == chunk.weight_bytes // (1 if whole else plan.world_size)
             assert event["args"]["states"] == chunk.state_home
+            assert event["name"] == f"{event['cat']} chunk {event['args']['chunk']}"
             assert event["args"]["parameters"][0] == chunk.parameters[0].name
     # An arrow begins inside of one slice and ends at the beginning of another one of the same chunk.
     begins, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")

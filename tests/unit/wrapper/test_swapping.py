@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,70 @@ def test_a_result_that_was_written_to_while_it_moved_is_refused() -> None:
         result.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation while it moved to the host; plan without"):
         result.sum().backward()
+
+
+class Copies:
+    """Copies at once, and takes note of what happens to each copy."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        number, copy = sum(event.startswith("send") for event in self.events), tensor.clone()
+        self.events.append(f"send {number}")
+        names = ("arrived", "fetch", "forget")
+        sent = SimpleNamespace(**{name: partial(self.events.append, f"{name} {number}") for name in names})
+        sent.tensor = lambda: copy
+        return sent
+
+
+class Exponential(nn.Linear):
+    """Saves its input, its weight and its result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).exp()
+
+
+def test_each_storage_moves_once_after_its_unit_and_back_before_its_backward() -> None:
+    model, mover, x = nn.Sequential(*(Exponential(8, 8) for _ in range(3))), Copies(), torch.randn(4, 8)
+    units, everything = [SimpleNamespace(name=name) for name in "012"], (Result(SAVED, 0),)
+    activations: Any = [UnitActivations(name, None, everything) for name in "01"]
+    swapper = swapping.Swapping(model, SimpleNamespace(units=units, activations=activations), mover)  # type: ignore[arg-type]
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with swapping.recomputing(model, activations, swapper):
+        loss = model(x).sum()
+        # The input of the second unit is the result of the first, which has moved it.
+        forward = ["send 0", "send 1", "send 2", "arrived 0", "arrived 1", "arrived 2"]
+        assert mover.events == forward
+        assert swapper.moved_bytes == {"0": 2 * x.nbytes, "1": x.nbytes}
+        loss.backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, found, expected))
+    assert mover.events == [*forward, "fetch 2", "fetch 1", "fetch 0", "forget 2", "forget 1", "forget 0"]
+    model(x)
+    assert len(mover.events) == 12  # an ordinary model again
+
+
+def test_inputs_that_are_named_move_unless_they_are_parameters_small_or_a_part() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*tensors)
+            return tensors[1].clone()
+
+    def ones(count: int) -> torch.Tensor:
+        return torch.ones(count, requires_grad=True)
+
+    # Checkpoints of torch 2.11 save an empty tensor before a unit's inputs; a weight has no number either.
+    whole = ones(64)
+    given = (torch.empty(0), ones(1024), nn.Parameter(ones(64)), whole, ones(3), ones(64)[:15], ones(4))
+    for numbers, moved in (((1,), [whole]), ((0, 2, 3), [given[1]]), ((4,), [given[6]])):
+        mover = Sending()
+        with moving(mover, *(Result(INPUT, number) for number in numbers)):
+            Saves.apply(*given)
+        assert mover.sent == [each.data_ptr() for each in moved]
 
 
 @pytest.mark.parametrize("place", ["itself", "inside", "around"])
