@@ -101,24 +101,6 @@ def test_grad_of_a_view(pair: Pair) -> None:
     assert torch.equal(*found)
 
 
-def test_gradients_are_left_where_they_are_asked_for_and_zeros_if_wanted(pair: Pair) -> None:
-    for model, net in both(pair):
-        model(**pair.case.inp)
-        asked = [net.third.weight, net.last.weight]  # the second comes after what is differentiated
-        found = torch.autograd.grad(net.hidden.sum(), asked, materialize_grads=True)
-        assert found[0].abs().sum() > 0
-        assert torch.equal(found[1].cpu(), torch.zeros(3, 8))
-        model(**pair.case.inp)
-        assert torch.autograd.grad(net.hidden.sum(), asked, allow_unused=True)[1] is None
-        model(**pair.case.inp)
-        with pytest.raises(RuntimeError, match="not have been used"):
-            torch.autograd.grad(net.hidden.sum(), asked)
-    for model, net in both(pair):
-        square(model, pair.case.inp).backward(inputs=[net.second.weight, net.first.bias])
-    pair.step()  # AdamW leaves alone what has no gradient
-    pair.assert_same_weights()
-
-
 def _grad_takes_dicts() -> bool:
     x = torch.ones((), requires_grad=True)
     try:

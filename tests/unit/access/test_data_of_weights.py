@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from elixir.access.counted_parameter import CountedParameter
 from elixir.errors import InputError
 from elixir.plan.plan import Plan
 from elixir.wrapper import ElixirModule
@@ -104,6 +105,20 @@ def test_writes_through_data_have_the_bits_of_plain_pytorch(
         if between:
             pair.step()
         pair.train(2)
+
+
+def test_a_gradient_with_a_loss_scale_is_read_by_all_but_what_clips() -> None:
+    parameter = CountedParameter(torch.ones(2))
+    parameter.elixir_gradient_is_scaled = True
+    nn.utils.clip_grad_norm_([parameter], 1.0)  # there is none
+    parameter.grad = given = torch.ones(2)
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(InputError, match="gradients carry the loss scale"):
+            clip([parameter], 1.0)
+    assert torch.equal(parameter.grad, given)
+    parameter.elixir_gradient_is_scaled = False
+    nn.utils.clip_grad_norm_([parameter], 0.5)
+    assert float(parameter.grad.norm()) == pytest.approx(0.5)
 
 
 class Router(nn.Module):

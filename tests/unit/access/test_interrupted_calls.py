@@ -135,24 +135,6 @@ def test_a_context_that_is_entered_is_left(kind: str) -> None:
     assert done == ["entered", "interrupted", "call", "left"]
 
 
-def test_a_handler_of_the_users_is_called_once_at_the_end_with_the_callers_frame() -> None:
-    hold_back_no_more()
-    before = signal.signal(signal.SIGINT, lambda number, frame: done.append(f"{number} {frame.f_code.co_name}"))  # type: ignore[union-attr]
-    try:
-        thread = threading.Thread(target=hold_back)  # another thread sets none
-        thread.start()
-        thread.join()
-        hold_back()
-        assert call(lambda: call(interrupt)) == 3
-        handled = f"2 {test_a_handler_of_the_users_is_called_once_at_the_end_with_the_callers_frame.__name__}"
-        assert done == ["interrupted", "call", "call", handled]
-        done.clear()
-        assert call(lambda: (interrupt(), interrupt())) == 3
-        assert done == ["interrupted", handled, handled, "interrupted", "call"]
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_the_runtime_may_raise_one_that_waits() -> None:
     with pytest.raises(KeyboardInterrupt):
         RUNTIME["call_with_turns"](interrupt)

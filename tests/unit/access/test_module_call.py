@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir.access.module_call import (
-    CALL,
-    ModuleCall,
-    OwnCheckpoint,
-    checkpoint_function,
-    unentered_function,
-    without_checkpoint,
-)
+from elixir.access.module_call import CALL, ModuleCall
 
 ONES = torch.ones(2)
 
@@ -80,39 +72,6 @@ def test_the_outermost_one_stays_around_those_that_come_later() -> None:
     outer.remove()
     assert seen() == []
     assert CALL not in vars(module)
-
-
-def test_a_module_that_was_compiled_meanwhile_is_entered_once() -> None:
-    module, around = Doubles(), Around()
-    before = ModuleCall(module, around.run("before"))
-    module.compile(backend="eager", fullgraph=True)  # of what calls it then
-    before.remove()
-    call = ModuleCall(module, around.run("call"))
-    assert (before.is_compiled, call.is_compiled) == (False, True)
-    assert module(ONES).tolist() == [2.0, 2.0]
-    assert around.seen == ["call begins", "call ends"]
-    call.remove()
-    assert CALL in vars(module)
-
-
-def test_a_checkpoint_of_the_modules_own_is_entered_inside_of_it() -> None:
-    around = Around()
-
-    def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-        around.seen.append("checkpoint")
-        return function(*args)
-
-    module: Any = Doubles()
-    module._gradient_checkpointing_func = checkpoint
-    entered = OwnCheckpoint(module, around.run("call"))
-    assert checkpoint_function(module) != checkpoint == unentered_function(module)
-    for called in (module, Doubles()):  # a module may checkpoint calls of others, which are not entered
-        assert module._gradient_checkpointing_func(partial(Doubles.forward, called), ONES).tolist() == [2.0, 2.0]
-    with without_checkpoint(module):
-        module._gradient_checkpointing_func(partial(Doubles.forward, module), ONES)
-    assert around.seen == ["checkpoint", "call begins", "call ends", "checkpoint", "call begins", "call ends"]
-    entered.remove()
-    assert checkpoint_function(module) == checkpoint
 
 
 def test_torch_calls_a_module_by_this_attribute() -> None:

@@ -121,20 +121,6 @@ def test_other_memory_of_a_weight_and_writes_that_its_graph_needs_are_refused(pa
         loss.backward()
 
 
-def test_hooks_of_users_run_once(pair: Pair) -> None:
-    all_seen: list[list[str]] = []
-    for model in (pair.module.module, pair.plain):
-        seen: list[str] = []
-        all_seen.append(seen)
-        model.third.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"))
-        model.third.register_forward_hook(lambda *_, seen=seen: seen.append("after"))
-        model.third.register_full_backward_hook(lambda *_, seen=seen: seen.append("backward"))
-        model.third.weight.register_hook(lambda gradient, seen=seen: seen.append("gradient") or 2 * gradient)
-    pair.train(2)
-    assert all_seen[0] == all_seen[1]
-    assert len(all_seen[0]) == 2 * 4
-
-
 def test_weights_are_printed(pair: Pair) -> None:
     parameter = weights(pair)["second.weight"]
     assert "requires_grad=True" in repr(parameter)

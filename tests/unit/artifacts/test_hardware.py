@@ -18,11 +18,9 @@ from elixir.hardware.profile import (
     HardwareProfile,
     load_hardware,
     preset,
-    preset_names,
-    warn_if_doubtful,
     warn_if_other_device,
 )
-from elixir.hardware.rate_fit import DOUBTFUL_ERROR, LARGEST_ALONE, RateFit, fit_unit
+from elixir.hardware.rate_fit import RateFit, fit_unit
 
 EXPECTED = (
     "h200 h100 h100-pcie a100 a100-40gb a6000 v100 rtx4090 rtx3090 l40s l4 t4 a10g b200 rtx5090 gh200 gb10 rtxpro6000 "
@@ -247,21 +245,3 @@ def test_another_machines_measurement_is_warned_of_with_both_names(caplog: pytes
     (record,) = caplog.records
     assert "Acme 9000" in record.getMessage()
     assert cpu_name() in record.getMessage()
-
-
-def test_only_other_machines_and_doubtful_rates_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    fits = {"attention.float32": RateFit(0, 1e11, DOUBTFUL_ERROR), "matmul.float32.square": RateFit(0, 1e11, 0.42)}
-    sources = preset("cpu").sources | {"host_memory_bytes_per_s": f"measured, so {LARGEST_ALONE}"}
-    noisy = dataclasses.replace(preset("cpu"), name="noisy", fits=fits, sources=sources)
-    with caplog.at_level(logging.WARNING):
-        for name in preset_names():
-            warn_if_doubtful(preset(name))
-        warn_if_other_device(measured_here(f"{cpu_name()}, 64 threads"))  # a process chooses its thread count
-        warn_if_other_device(preset("h200"))
-        assert caplog.records == []
-        warn_if_doubtful(noisy)
-    text = caplog.text
-    assert "'noisy'" in text
-    assert "host_memory_bytes_per_s: no fit describes what was measured" in text
-    assert "fits.matmul.float32.square: its fit is off by up to 42%" in text
-    assert "attention" not in text

@@ -23,7 +23,6 @@ from elixir.hardware.host_share import (
     core_list,
     enough_threads,
     host_share,
-    host_view,
     quota_cores,
     rank_threads,
     use_threads,
@@ -72,7 +71,7 @@ def test_what_a_launcher_has_divided_is_not_divided_again() -> None:
     assert host_share(views, 1, environment) == HostShare((2, 3), 2, 1)
 
 
-def test_what_the_system_says_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_says_of_cores(tmp_path: Path) -> None:
     member, job = tmp_path / "membership", tmp_path / "cpu" / "job"
     member.write_text("4:cpu,cpuacct:/job\n0::/a/b\n")
     for folder in (job, tmp_path / "a" / "b"):
@@ -85,13 +84,6 @@ def test_what_the_system_says_of_cores(tmp_path: Path, monkeypatch: pytest.Monke
     assert quota_cores(tmp_path, member) == 4.5
     (job / "cpu.cfs_quota_us").write_text("300000\n")
     assert quota_cores(tmp_path, member) == 3.0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    for core in range(4):
-        folder = tmp_path / f"cpu{core}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "physical_package_id").write_text("0\n")
-        (folder / "thread_siblings_list").write_text(f"{core % 2},{core % 2 + 2}\n")
-    assert host_view(topology=tmp_path).cores == (0, 2, 1, 3)  # hyperthreads of a core are neighbours
     assert core_list((3, 2, 0, 5)) == "0,2-3,5"
 
 

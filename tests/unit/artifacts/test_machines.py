@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from elixir.errors import InputError
+from elixir.hardware import promises
 from elixir.hardware.memory import free_host_bytes
-from elixir.hardware.promises import (
-    MachineView,
-    Memory,
-    enter,
-    least_free,
-    leave,
-    outstanding,
-    refuse_exceeded,
-    unequal,
-)
+from elixir.hardware.promises import MachineView, Memory, least_free, unequal
 from elixir.units import GIB
 from tests.common import inside
 
@@ -47,37 +39,33 @@ def test_machines_that_are_alike_are_not_named() -> None:
     assert least_free(views) == Memory(80 * GIB, 470 * GIB)
 
 
-@dataclass(eq=False)
-class Promise:
-    device: str
-    ranks: int
-    promised: Memory
-    taken: Memory
+class Promise(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 def test_a_plan_may_take_what_is_free_and_promised_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.forget(monkeypatch, "promises")
-    on_gpu = Promise("cuda:0", 2, Memory(10 * GIB, 8 * GIB), Memory(4 * GIB, 9 * GIB))
-    on_cpu = Promise("cpu", 3, Memory(5 * GIB, 4 * GIB), Memory(3 * GIB, GIB))
+    on_gpu = Promise(device="cuda:0", ranks=2, promised=Memory(10 * GIB, 8 * GIB), taken=Memory(4 * GIB, 9 * GIB))
+    on_cpu = Promise(device="cpu", ranks=3, promised=Memory(5 * GIB, 4 * GIB), taken=Memory(3 * GIB, GIB))
     for each in (on_gpu, on_cpu):
-        enter(each)
-    found = outstanding("cuda:0")
+        promises.enter(each)
+    found = promises.outstanding("cuda:0")
     assert (found.plans, found.device_bytes, found.host_bytes) == (2, 6 * GIB, (3 + 3 * 2) * GIB)
-    assert outstanding("cpu", but=on_gpu).device_bytes == 2 * GIB
-    assert outstanding("cuda:1").device_bytes == 0
+    assert promises.outstanding("cpu", but=on_gpu).device_bytes == 2 * GIB
+    assert promises.outstanding("cuda:1").device_bytes == 0
     for needed, memory in ((Memory(2 * GIB, GIB), "device"), (Memory(GIB, 2 * GIB), "host")):
         free = {"device_bytes": 7 * GIB, "host_bytes": 10 * GIB}
-        refuse_exceeded(Memory(GIB, GIB), Memory(**free), "cuda:0", name="net")
+        promises.refuse_exceeded(Memory(GIB, GIB), Memory(**free), "cuda:0", name="net")
         with pytest.raises(
             InputError, match=rf"net takes 2.00 GiB more of {memory} .* only 1.00 GiB .*\(2\).* 1.06 GiB more s"
         ):
-            refuse_exceeded(needed, Memory(**free), "cuda:0", name="net")
+            promises.refuse_exceeded(needed, Memory(**free), "cuda:0", name="net")
         free[f"{memory}_bytes"] += int(1.06 * GIB)
-        refuse_exceeded(needed, Memory(**free), "cuda:0", name="net")
-    leave(on_cpu)
-    leave(on_cpu)
-    assert outstanding("cuda:0").host_bytes == 0
+        promises.refuse_exceeded(needed, Memory(**free), "cuda:0", name="net")
+    promises.leave(on_cpu)
+    promises.leave(on_cpu)
+    assert promises.outstanding("cuda:0").host_bytes == 0
     with pytest.raises(InputError, match=r"1.00 GiB are free and not promised .*\(1\)"):
-        refuse_exceeded(Memory(0, 2 * GIB), Memory(0, GIB), "cpu", name="net")
+        promises.refuse_exceeded(Memory(0, 2 * GIB), Memory(0, GIB), "cpu", name="net")
     del on_gpu, each
-    assert outstanding("cuda:0").plans == 0
+    assert promises.outstanding("cuda:0").plans == 0

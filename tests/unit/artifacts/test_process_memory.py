@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,40 +66,6 @@ def test_threads_that_start_later_share_the_heap(monkeypatch: pytest.MonkeyPatch
     del library.malloc_trim  # another C library
     process_memory.share_heap()
     assert len(options) == 1
-
-
-def test_memory_is_looked_at_and_given_back_no_more_often_than_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    if resident() is None:
-        pytest.skip("this operating system does not tell what is resident")
-    now_s, looks, given = [100.0], [0], [0]
-
-    def held_bytes(limit: HeapLimit) -> int:
-        looks[0] += 1
-        return 80 * MIB
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    monkeypatch.setattr(process_memory, "give_back_freed", lambda: given.__setitem__(0, given[0] + 1))
-    monkeypatch.setattr(process_memory, "resident", lambda: None)
-    monkeypatch.setattr(HeapLimit, "held_bytes", held_bytes)
-    limit = HeapLimit()
-
-    def looked(coming_bytes: int = 0) -> bool:
-        before = looks[0]
-        limit.trim_if_over(coming_bytes)
-        return looks[0] > before
-
-    for _ in range(2):
-        limit.set(100 * MIB)
-        assert (looked(), looked(), looked(MIB), looked()) == (True, False, True, False)
-        now_s[0] += process_memory.LOOKS_APART_S
-        assert (looked(), looked()) == (True, False)
-    assert not given[0]
-    for coming, times in ((18, 0), (19, 1), (19, 1), (22, 2)):  # the limit is 98.5, and grows by 1.5 % when exceeded
-        limit.trim_if_over(coming * MIB)
-        assert given[0] == times
-    limit.forget()
-    limit.trim_if_over(LARGEST_BYTES)
-    assert (given[0], limit.expected_bytes) == (2, 0)
 
 
 @pytest.mark.parametrize("room_bytes", [0, MIB])

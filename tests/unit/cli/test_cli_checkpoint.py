@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir.checkpoint_format.slice_reader import verify
 from elixir.cli import main
 from elixir.files import aligned_buffer
 from tests.common import checkpoints
@@ -84,24 +83,6 @@ def test_prune(runs: Path) -> None:
     assert main(["checkpoint", "prune", str(runs), "--keep", "1"]) == 0
     assert [path.name for path in runs.iterdir()] == ["step-00000030"]
     assert main(["checkpoint", "prune", str(runs / "step-00000030"), "--keep", "1"]) == 2
-
-
-def test_prune_leaves_what_it_has_not_made_and_says_so(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoints.save(runs / "best", {"weight/a": torch.ones(2)}, sequence=1)
-    cut, begun = runs / "step-00000040", runs / "step-00000050"
-    begun.mkdir()
-    for path in (begun / ".0123456789abcdef-rank-00000", cut / "notes.txt", runs / "step-00000010" / "notes.txt"):
-        path.touch()
-    assert main(["checkpoint", "prune", str(runs), "--keep", "1"]) == 0
-    said, left = capsys.readouterr().out.splitlines(), ", but for notes.txt and what else is no checkpoint's"
-    assert sorted(said) == [
-        f"removed {runs / 'step-00000010'}{left}", f"removed {runs / 'step-00000020'}", f"removed {cut}{left}",
-        f"removed {begun}",
-    ]  # fmt: skip
-    assert sorted(path.name for path in runs.rglob("*") if path.name == "notes.txt" or path.parent == runs) == [
-        "best", "notes.txt", "notes.txt", "step-00000010", "step-00000030", "step-00000040",
-    ]  # fmt: skip
-    assert verify(runs / "best") == ()
 
 
 def test_a_folder_without_a_whole_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

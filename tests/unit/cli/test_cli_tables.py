@@ -13,22 +13,8 @@ from typing import Any
 import pytest
 
 from elixir.cli import main, output, peers
+from elixir.show import tables
 from elixir.show.style import part_label
-from elixir.show.tables import (
-    compare,
-    comparison_table,
-    contributors_table,
-    flags_of,
-    homes_table,
-    list_table,
-    measured_table,
-    parts_table,
-    range_cell,
-    record_of,
-    record_table,
-    report_figures,
-    show_value,
-)
 from elixir.step_trace import peak_holders
 from elixir.units import GIB, format_bytes
 from tests.common.samples import make_hardware, make_plan, make_trace
@@ -70,24 +56,14 @@ def test_commands_keep_to_the_width_of_a_terminal(command: str) -> None:
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("param_bytes", 2**31, "2.00 GiB"),
-        ("link_bytes_per_s", 55.3e9, "55.3 GB/s"),
-        ("bfloat16_flops_per_s", 989e12, "989.0 TFLOP/s"),
-        ("float16_flops_per_s", 2.5e9, "2.5 GFLOP/s"),
-        ("host_adam_numel_per_s", 1.5e9, "1.50 G elements/s"),
-        ("total_s", 0.5, "0.500 s"),
-        ("tokens_per_s", 3951.4, "3,951"),
-        ("parameters", 1234567, "1,234,567"),
-        ("overlap", True, "yes"),
-        ("measured_at", None, "-"),
-        ("unused", [], "none"),
-    ],
-)
-def test_values_are_shown_in_the_unit_of_their_name(name: str, value: Any, text: str) -> None:
-    assert show_value(name, value) == text
+def test_values_are_shown_in_the_unit_of_their_name() -> None:
+    shown: dict[tuple[str, Any], str] = {
+        ("param_bytes", 2**31): "2.00 GiB", ("link_bytes_per_s", 55.3e9): "55.3 GB/s", ("tokens_per_s", 3951.4): "3,951",
+        ("bf16_flops_per_s", 989e12): "989.0 TFLOP/s", ("fp16_flops_per_s", 2.5e9): "2.5 GFLOP/s", ("total_s", 0.5): "0.500 s",
+        ("host_adam_numel_per_s", 1.5e9): "1.50 G elements/s", ("parameters", 1234567): "1,234,567", ("overlap", True): "yes",
+        ("measured_at", None): "-", ("unused", ()): "none",
+    }  # fmt: skip
+    assert {each: tables.show_value(*each) for each in shown} == shown
 
 
 def cells(table: Any) -> list[tuple[str, ...]]:
@@ -97,39 +73,46 @@ def cells(table: Any) -> list[tuple[str, ...]]:
 def test_tables_hold_every_number_of_their_artifacts_once() -> None:
     plan, trace = make_plan(24, frozen=0.25), make_trace(layers=3)
     for artifact in (make_hardware(), plan, trace):
-        shown = cells(record_table("title", record_of(artifact)))
+        shown = cells(tables.record_table("title", tables.record_of(artifact)))
         assert len({label for label, _ in shown}) == len(shown)
-        assert [value for _, value in shown] == [show_value(*each) for each in record_of(artifact).items()]
+        assert [value for _, value in shown] == [
+            tables.show_value(*each) for each in tables.record_of(artifact).items()
+        ]
     parts = [(memory, part_label(name), format_bytes(size)) for memory, found in
              (("device", plan.predicted.device_parts), ("host", plan.predicted.host_parts))
              for name, size in sorted(found.items(), key=lambda each: (-each[1], each[0]))]  # fmt: skip
-    assert cells(parts_table(plan)) == parts
+    assert cells(tables.parts_table(plan)) == parts
     homes: dict[tuple[str, str], list[int]] = {}
     for chunk in plan.chunks:
         weights = "device, resident" if chunk.resident else f"{chunk.weight_home}, streamed"
         states = chunk.state_home if chunk.trainable else "none (frozen)"
         homes.setdefault((weights, states), []).append(chunk.weight_bytes)
     expected = {(*key, str(len(found)), format_bytes(sum(found))) for key, found in homes.items()}
-    assert {(*row[:3], row[4]) for row in cells(homes_table(plan))} == expected
+    assert {(*row[:3], row[4]) for row in cells(tables.homes_table(plan))} == expected
     held = [(each.kind, each.module, f"{each.count:,}", format_bytes(each.bytes)) for each in peak_holders(trace)[:10]]
-    assert [(*row[:2], *row[3:]) for row in cells(contributors_table(trace)) if row[0] != "others"] == held
+    assert [(*row[:2], *row[3:]) for row in cells(tables.contributors_table(trace)) if row[0] != "others"] == held
     other = dataclasses.replace(plan, block_count=9, device_budget_bytes=plan.device_budget_bytes - GIB)
-    changes = {row[1]: row[2:] for row in cells(comparison_table("title", compare(plan, other))) if row[0] == "*"}
+    changes = {
+        row[1]: row[2:] for row in cells(tables.comparison_table("title", tables.compare(plan, other))) if row[0] == "*"
+    }
     assert changes["rCache blocks"] == ("8", "9", "+1")
     assert changes["device budget"][2] == "-1.00 GiB"
     assert set(changes) == {"rCache blocks", "device budget", "plan fingerprint"}
     report = {"predicted_step_s": 2.0, "step_s": 2.5, "predicted_peak_bytes": GIB, "peak_bytes": GIB // 2, "loads": 3}
-    assert cells(measured_table("title", report_figures(report))) == [
+    assert cells(tables.measured_table("title", tables.report_figures(report))) == [
         ("step", "2.000 s", "2.500 s", "+25.0%"), ("peak", "1.00 GiB", "512.00 MiB", "-50.0%"),
     ]  # fmt: skip
-    assert range_cell(0.5, (0.4, 0.75)) == "0.500 s\n0.400 to 0.750"
-    assert flags_of({"checkpoint": "reentrant", "lora": ""}.items()) == "--activation-checkpointing reentrant --lora"
+    assert tables.range_cell(0.5, (0.4, 0.75)) == "0.500 s\n0.400 to 0.750"
+    assert (
+        tables.flags_of({"checkpoint": "reentrant", "lora": ""}.items())
+        == "--activation-checkpointing reentrant --lora"
+    )
 
 
 def test_text_gives_way_to_numbers_and_words_and_headings_stay_whole() -> None:
     text = "several words that together are much longer than what a terminal has left for them " * 2
     rows = [[text, "+1,234.50 GiB", "1"], ["more", "-2.00 MiB", "2"]]
-    table = list_table("title", ("text", "moved", "a heading that cannot wrap"), rows)
+    table = tables.list_table("title", ("text", "moved", "a heading that cannot wrap"), rows)
     table.columns[2].no_wrap = True
     lines = shown(lambda: output.say(table, sys.stdout))
     assert max(map(len, lines)) <= 80
@@ -139,16 +122,7 @@ def test_text_gives_way_to_numbers_and_words_and_headings_stay_whole() -> None:
     assert [word for line in lines[3:-1] for word in line.split() if word.isalpha() and word != "GiB"] == text.split()
     assert max(map(len, lines[4:-1])) > 80 - 2 * 26 - 13  # what is left is used
     words = [letter * 30 for letter in "abcd"]
-    assert shown(lambda: output.say(list_table("title", words, [words]), sys.stdout))[-1].split() == words
-
-
-def test_progress_is_for_terminals_and_in_lines_where_a_command_asks_for_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for lines, said in ((False, ""), (True, "1/2 opt-125m on 1 x h200\n")):
-        with output.progress(lines=lines) as progress:
-            progress("opt-125m on 1 x h200", 0, 2)
-        assert capsys.readouterr().err == said
+    assert shown(lambda: output.say(tables.list_table("title", words, [words]), sys.stdout))[-1].split() == words
 
 
 def test_rows_of_runtimes_say_what_they_take_or_lack() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, PropertyMock, call
 
 import pytest
 import torch
@@ -70,31 +71,11 @@ def test_what_is_no_report_is_not_learned(tmp_path: Path, capsys: pytest.Capture
     assert "report.json: expected the numbers of a step's report, or a list of such, found neither" in said
 
 
-class Counting:
-    """A model and its optimizer, whose reports are numbers of steps."""
-
-    device, last_report = torch.device("cuda"), 0
-
-    def __call__(self, x: torch.Tensor) -> dict[str, int]:
-        self.called = ["forward"]
-        return {"loss": 3}
-
-    def backward(self, loss: int) -> None:
-        self.called.append(f"backward {loss}")
-
-    def step(self) -> None:
-        self.called.append("step")
-        self.last_report += 1
-
-    def zero_grad(self) -> None:
-        assert self.called == ["forward", "backward 3", "step"]
-
-
 def test_steps_are_timed_after_the_warm_up_and_judged() -> None:
-    model: Any = Counting()
-    assert trial._steps(model, model, {"x": torch.ones(1)}) == (
-        [*range(trial.WARM_UP_STEPS + 1, trial.STEPS + 1)],
-        None,
-    )
+    model: Any = MagicMock(device=torch.device("cuda"), return_value={"loss": 3})
+    type(model).last_report = PropertyMock(side_effect=lambda: model.step.call_count)
+    timed = [*range(trial.WARM_UP_STEPS + 1, trial.STEPS + 1)]
+    assert trial._steps(model, model, {"x": torch.ones(1)}) == (timed, None)
+    assert model.method_calls == [call.backward(3), call.step(), call.zero_grad()] * trial.STEPS
     for measured, at_times, agrees in ((1000, 0, True), (1003, 0, False), (900, 0, False), (900, 100, True)):
         assert trial.compared_bytes("device to host", 1000, measured, at_times)["agrees"] is agrees

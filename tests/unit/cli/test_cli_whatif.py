@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from elixir.cli import main
-from elixir.errors import InputError
-from elixir.hardware.profile import preset_names
 from elixir.plan.plan import Plan
 from elixir.search.request import SearchRequest
 from elixir.search.whatif.sweep import SweepRow
@@ -285,19 +283,3 @@ def test_a_plan_for_an_unknown_machine_asks_for_its_profile(
     assert "--hardware" in fails(capsys, "explain", str(tmp_path / "mine.json"))
     dataclasses.replace(plan, hardware_fingerprint="0" * 16).save(tmp_path / "old.json")
     assert "other numbers" in fails(capsys, "explain", str(tmp_path / "old.json"))
-
-
-@pytest.mark.parametrize("command", ["sweep --hardware t4", "fit --hardware t4", "fit"])
-def test_machines_have_as_many_devices_as_asked(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[int] = []
-
-    def seen(*given: Any, **_: Any) -> None:
-        asked.extend(machine.devices_per_host for machine in given[1])
-        raise InputError("enough")
-
-    name, *words = command.split()
-    monkeypatch.setattr(f"elixir.cli.whatif.{name}", seen)
-    assert "enough" in fails(capsys, name, "opt-125m", *words, "--devices-per-host", "8")
-    assert asked == [8] * (len(preset_names()) - 1 if command == "fit" else 1)

@@ -161,24 +161,9 @@ def test_only_this_instance_changes_and_only_until_remove() -> None:
     fused.remove()
     assert vars(model.lm_head)["forward"] is later  # of somebody else
     assert not FusedKernels(model, True, "cpu").counts
-
-
-def test_a_layer_that_somebody_listens_to_keeps_its_logits() -> None:
-    model, _ = language_case("opt")
-    model.lm_head.register_forward_hook(lambda module, args, output: None)
-    assert not FusedKernels(model, True, "cpu").counts
-
-
-@pytest.mark.parametrize("extra", [{"num_items_in_batch": 11}, {"shift_labels": True}, {"logits_to_keep": 24}])
-def test_what_a_trainer_passes_on_to_the_loss(extra: dict[str, Any]) -> None:
-    model, inp = language_case("llama")
-    if "shift_labels" in extra:
-        extra = {"shift_labels": inp["labels"].roll(-2, 1)}
-    expected = model(**inp, **extra).loss
-    FusedKernels(model, True, "cpu")
-    output = model(**inp, **extra)
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, expected)
+    twin.lm_head.register_forward_hook(lambda module, args, output: None)
+    del twin.lm_head.forward
+    assert not FusedKernels(twin, True, "cpu").counts  # a layer that somebody listens to keeps its logits
 
 
 # --- under a plan --------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_rule, adam_scalars
 from elixir.kernels.adam.moments import Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
-from elixir.optimizer_states import moments_size
 from tests.common import inside
 from tests.common.early import needs_kernel
 
@@ -120,41 +119,15 @@ def test_pieces_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_rounded_masters_and_the_factor_is_as_if_in_the_gradient(kind: str, dtype: torch.dtype) -> None:
-    weights, gradients = recorded(700, 5, dtype)
-    options, masters = AdamOptions(lr=0.1, eps=1e-4), []
-    for factor in (0.25, 1.0):
-        master, out, moments = weights.clone(), torch.zeros(700, dtype=dtype), make_moments(700, kind)
-        for step, gradient in enumerate(gradients, 1):
-            given = gradient if factor != 1.0 else gradient.float() * 0.25
-            before = given.clone()
-            adam_step(given, master, out, moments, options, step, factor=factor)
-            assert torch.equal(given, before)
-            assert torch.equal(out, master.to(dtype))
-        assert moments.nbytes == moments_size(kind).nbytes(700)
-        masters.append(master)
-    assert torch.equal(*masters)
-
-
 @pytest.mark.parametrize("kind", ["bfloat16", "8bit"])
 def test_moments_are_rounded_without_bias(kind: str) -> None:
     """A step takes a thousandth from a second moment, which rounding to nearest would put back each time."""
-    numel, steps, trials = 2048, 50, 150
-    moments, master, options = make_moments(numel, kind), torch.zeros(numel), AdamOptions()
-    adam_step(torch.ones(numel), master, None, moments, options, 1)
-    start = read_moments(moments, numel)[1].mean()
-    for step in range(2, steps + 2):
-        adam_step(torch.zeros(numel), master, None, moments, options, step)
-    left = float(read_moments(moments, numel)[1].mean() / start)
-    assert left == pytest.approx(0.999**steps, rel=0.005)
     _, (values,) = recorded(256, 1)
-    values[0] = 0.0
+    values[0], trials = 0.0, 150
     sums = [torch.zeros(256), torch.zeros(256)]
     for trial in range(1, trials + 1):  # the noise depends on the step's number; beta = 0 keeps the values
-        moments = make_moments(256, kind)
-        adam_step(values, torch.zeros(256), None, moments, AdamOptions(beta1=0.0, beta2=0.0), trial)
+        moments, options = make_moments(256, kind), AdamOptions(beta1=0.0, beta2=0.0)
+        adam_step(values, torch.zeros(256), None, moments, options, trial)
         found = read_moments(moments, 256)
         assert torch.equal(found[1] > 0, values != 0)
         for total, read in zip(sums, found, strict=True):

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from elixir.kernels.muon import MuonRule
-from elixir.optimizer_states import matrix_flops, matrix_room_bytes
+from elixir.optimizer_states import matrix_room_bytes
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
@@ -38,13 +37,10 @@ def test_a_step_has_the_bits_of_torch(
         gradient = (weights.grad / factor).view(-1)
         before, room = gradient.clone(), torch.full((matrix_room_bytes(*shape) // 2,), math.nan, dtype=torch.bfloat16)
         MuonRule.direction(gradient, momentum, factor, group, room[:numel])
-        with FlopCounterMode(display=False) as counter:
-            found = MuonRule.orthogonal(room[:numel].view(shape), room, group)
+        found = MuonRule.orthogonal(room[:numel].view(shape), room, group)
         MuonRule.change(mine, found.reshape(-1), weights.shape, group)
         optimizer.step()
         assert torch.equal(mine, weights.detach().view(-1))
         assert torch.equal(momentum, optimizer.state[weights]["momentum_buffer"].view(-1))
         assert torch.equal(gradient, before)
         assert found.untyped_storage().data_ptr() == room.untyped_storage().data_ptr()
-        if group["ns_steps"] == 5:
-            assert counter.get_total_flops() == matrix_flops(*shape)

@@ -12,19 +12,10 @@ import pytest
 
 from benchmark import regret
 from elixir.errors import ArtifactError, InputError, InputTypeError
+from elixir.hardware import scenario as possible
 from elixir.hardware.profile import HardwareProfile, preset
 from elixir.hardware.rate_fit import RateFit
-from elixir.hardware.scenario import (
-    FAST_HOST_ADAM,
-    MEASURED_RANGE,
-    SLOW_HOST_ADAM,
-    SLOW_LINK,
-    UNKNOWN_RANGE,
-    Scenario,
-    extremes,
-    scenarios,
-    unmeasured,
-)
+from elixir.hardware.scenario import Scenario, scenarios
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import NOTICEABLE_REGRET
 from elixir.search import plan_from_trace
@@ -87,7 +78,7 @@ def test_scenarios_are_all_combinations_of_what_the_profile_thinks_possible(meas
     fits = {"host_adam.2": RateFit(1e-3, 1e9, 0.25), "host_to_device": RateFit(1e-3, 5e10, 0.6)}
     fits |= {"device_to_host": RateFit(1e-3, 5e10, 1.0), "host_memory": RateFit(0.0, 1e11, 3.0)}
     before = replace(preset("h100"), step_range=None, measured_at=measured_at, fits=fits)
-    least = (SLOW_HOST_ADAM, SLOW_LINK) if measured_at is None else (1 / 1.25, 1 / 2)
+    least = (possible.SLOW_HOST_ADAM, possible.SLOW_LINK) if measured_at is None else (1 / 1.25, 1 / 2)
     for adam, link, kept in itertools.product((None, 0.5, 1.0), (None, 0.98), (None, 0.5, 0.0, 0.97)):
         machine = replace(before, host_adam_least=adam, link_least=link, early_kept=kept)
         slow_adam, slow_link = (low if said is None else said for low, said in zip(least, (adam, link), strict=True))
@@ -97,23 +88,14 @@ def test_scenarios_are_all_combinations_of_what_the_profile_thinks_possible(meas
         assert list(scenarios(machine, clips=True)) == expected
         assert not any(each.clipped for each in scenarios(machine, clips=False))
         known = {"host_adam": adam, "link": link, "clipped": kept}
-        assert unmeasured(machine) == {name for name, said in known.items() if said is None}
-        (fast, low), (slow, high) = extremes(machine)
+        assert possible.unmeasured(machine) == {name for name, said in known.items() if said is None}
+        (fast, low), (slow, high) = possible.extremes(machine)
+        expected = [Scenario(1 / low, 1 / low), Scenario(min(1 / high, slow_adam), min(1 / high, slow_link))]
         if measured_at is None:
-            assert (fast, slow) == (Scenario(FAST_HOST_ADAM), Scenario(slow_adam, slow_link))
-        else:
-            assert (fast, slow) == (
-                Scenario(1 / low, 1 / low),
-                Scenario(min(1 / high, slow_adam), min(1 / high, slow_link)),
-            )
-        assert (low, high) == (UNKNOWN_RANGE if measured_at is None else MEASURED_RANGE)
-    for key, factor in {
-        "host_adam.2": 2,
-        "host_adam": 2,
-        "host_to_device": 4,
-        "device_adam": 1,
-        "host_memory": 1,
-    }.items():
+            expected = [Scenario(possible.FAST_HOST_ADAM), Scenario(slow_adam, slow_link)]
+        assert [fast, slow] == expected
+        assert (low, high) == (possible.UNKNOWN_RANGE if measured_at is None else possible.MEASURED_RANGE)
+    for key, factor in (("host_adam.2", 2), ("host_adam", 2), ("host_to_device", 4), ("device_adam", 1)):
         own, slower = before.rate(key), Scenario(0.5, 0.25).machine(before).rate(key)
         assert (slower.latency_s, slower.per_s * factor) == (own.latency_s, pytest.approx(own.per_s)), key
     assert Scenario().differences(Scenario(0.3, 0.6, True)) == 3 > Scenario().differences(Scenario(0.3)) == 1

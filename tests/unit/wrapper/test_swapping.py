@@ -136,10 +136,8 @@ class Copies:
     def send(self, tensor: torch.Tensor) -> Any:
         number, copy = sum(event.startswith("send") for event in self.events), tensor.clone()
         self.events.append(f"send {number}")
-        names = ("arrived", "fetch", "forget")
-        sent = SimpleNamespace(**{name: partial(self.events.append, f"{name} {number}") for name in names})
-        sent.tensor = lambda: copy
-        return sent
+        noted = {name: partial(self.events.append, f"{name} {number}") for name in ("arrived", "fetch", "forget")}
+        return SimpleNamespace(tensor=lambda: copy, **noted)
 
 
 class Exponential(nn.Linear):
@@ -152,7 +150,7 @@ class Exponential(nn.Linear):
 def test_each_storage_moves_once_after_its_unit_and_back_before_its_backward() -> None:
     model, mover, x = nn.Sequential(*(Exponential(8, 8) for _ in range(3))), Copies(), torch.randn(4, 8)
     units, everything = [SimpleNamespace(name=name) for name in "012"], (Result(SAVED, 0),)
-    activations: Any = [UnitActivations(name, None, everything) for name in "01"]
+    activations: Any = [UnitActivations(name, None, everything) for name in "012"]
     swapper = swapping.Swapping(model, SimpleNamespace(units=units, activations=activations), mover)  # type: ignore[arg-type]
     model(x).sum().backward()
     expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -160,15 +158,15 @@ def test_each_storage_moves_once_after_its_unit_and_back_before_its_backward() -
     with swapping.recomputing(model, activations, swapper):
         loss = model(x).sum()
         # The input of the second unit is the result of the first, which has moved it.
-        forward = ["send 0", "send 1", "send 2", "arrived 0", "arrived 1", "arrived 2"]
+        forward = ["send 0", "send 1", "send 2", "arrived 0", "arrived 1", "send 3", "arrived 3", "arrived 2"]
         assert mover.events == forward
-        assert swapper.moved_bytes == {"0": 2 * x.nbytes, "1": x.nbytes}
+        assert swapper.moved_bytes == {"0": 2 * x.nbytes, "1": x.nbytes, "2": x.nbytes}
         loss.backward()
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all(map(torch.equal, found, expected))
-    assert mover.events == [*forward, "fetch 2", "fetch 1", "fetch 0", "forget 2", "forget 1", "forget 0"]
+    assert mover.events == [*forward, "fetch 2", "forget 3", "fetch 1", "fetch 0", "forget 2", "forget 1", "forget 0"]
     model(x)
-    assert len(mover.events) == 12  # an ordinary model again
+    assert len(mover.events) == 15  # an ordinary model again
 
 
 def test_inputs_that_are_named_move_unless_they_are_parameters_small_or_a_part() -> None:
