@@ -52,7 +52,7 @@ def test_the_rule_leaves_cores_for_compute_and_for_the_data_loader() -> None:
     assert enough_threads(lambda threads: 100.0 * min(threads, 5) - threads, most=9) == 5
 
 
-@given(st.integers(1, 9), st.lists(st.integers(0, 63), min_size=1, max_size=40, unique=True), st.floats(0.5, 99))
+@given(st.integers(1, 9), st.lists(st.integers(0, 63), min_size=1, max_size=12, unique=True), st.floats(0.5, 99))
 def test_ranks_of_a_machine_divide_its_cores_and_quota(ranks: int, cores: list[int], quota: float) -> None:
     views = [HostView(host, tuple(cores), quota, str(rank % 2)) for rank in range(ranks) for host in ("here", "there")]
     shares = [host_share(views, rank, {}) for rank in range(0, 2 * ranks, 2)]

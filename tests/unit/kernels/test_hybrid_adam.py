@@ -127,12 +127,19 @@ def test_low_precision_weights_are_rounded_float32_training_with_what_is_written
             with torch.no_grad():
                 mine[0].fill_(3.0), theirs[0].fill_(3.0)
                 mine[2].copy_(mine[2].clone())  # which its master rounds to: the bits below the last stay
-        output = mine[1].square().sum()
         first.step()
         second.step()
     masters = [first.state[parameter]["master"] for parameter in mine]
     assert distance(masters, theirs) < 1e-6
     assert all(torch.equal(one, master.to(dtype)) for one, master in zip(mine, masters, strict=True))
+
+
+def test_autograd_notices_a_step_that_a_kernel_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir.kernels.adam.hybrid_adam.adam_step", lambda *_: None)
+    weight = nn.Parameter(torch.ones(3))
+    output = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    HybridAdam([weight]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
 

@@ -110,7 +110,7 @@ def test_memory_is_a_stack_of_the_curve_with_its_phases_and_its_peak(trace: Step
     assert tops[-1][peak] < 0.75 * axes.get_ylim()[1]
 
 
-@pytest.mark.parametrize("count", [4, 24, 300])
+@pytest.mark.parametrize("count", [4, 24, 100])
 def test_a_plan_is_drawn_with_all_its_bytes_and_every_colour_has_its_name(count: int) -> None:
     plan = make_plan(count, frozen=0.25)
     disk, *rest = plan.chunks

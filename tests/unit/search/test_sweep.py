@@ -162,7 +162,7 @@ def test_fit_says_so_where_nothing_does() -> None:
     assert [(row.machine, row.world_size, row.fits) for row in found.rows] == [("t4", 2, False), ("rtx4090", 2, False)]
 
 
-def test_the_heat_map_has_the_speed_of_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
+def test_the_heat_map_has_a_cell_for_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
     figure = plot_sweep(rows, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
     (axes,) = figure.axes
