@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +133,8 @@ def test_rows_of_runtimes_say_what_they_take_or_lack() -> None:
     lacks = dataclasses.replace(row, fits=False, tokens_per_s=None, why="a device lacks 1.00 GiB")
     assert lacks.cells()[2:] == ["-", "1.00 GiB", "2.00 GiB", "a device lacks 1.00 GiB"]
     assert dataclasses.replace(lacks, step_s=None).cells() == ["DDP", *"----", "a device lacks 1.00 GiB"]
+    step = SimpleNamespace(step=SimpleNamespace(tokens=512))
+    steps: Any = SimpleNamespace(world_size=2, trace=lambda *_: step)
+    setting = SimpleNamespace(runtime="ddp", micro=1, checkpoint=False, accumulation=4)
+    prediction: Any = SimpleNamespace(setting=setting, step_s=0.5)
+    assert peers._tokens_per_s(steps, prediction) == 512 * 4 * 2 / 0.5
