@@ -71,6 +71,7 @@ def test_memory_is_a_stack_of_the_curve_with_its_phases_and_its_peak(trace: Step
     xs, curve = np.array(curve_positions(trace.curve)), trace.curve
     kinds = [(label, colour, np.array([sum(getattr(at, name) for name in names) for at in curve]) / GIB)
              for label, colour, names in STACK]  # fmt: skip
+    assert len({colour for _, colour, _ in kinds}) == len(kinds)
     tops, peak = np.cumsum([values for *_, values in kinds], axis=0), int(np.argmax([at.total for at in curve]))
     for (_, colour, values), top, band in zip(kinds, tops, axes.collections, strict=True):
         points = {tuple(point) for point in band.get_paths()[0].vertices.round(6)}
