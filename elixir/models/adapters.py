@@ -190,7 +190,7 @@ def adapted(model: nn.Module, *, lora: int | None = None, quantised: str | None 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
     """Name, layer, and its features of input and output, but for the layer of the logits."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    output = [*model.children()][-1] if output is None else output
+    output = [model, *model.children()][-1] if output is None else output
     for name, layer in model.named_modules():
         transposed = type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
         if layer is not output and (transposed or type(layer) is nn.Linear):
