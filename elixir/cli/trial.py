@@ -94,7 +94,8 @@ def run_try(args: argparse.Namespace) -> Iterator[output.Said]:
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
 
     def views() -> list[dict[str, Any]]:
-        asked = {"batch": args.batch or 1, "seq": args.seq, "checkpoint": args.checkpoint or "none"}
+        asked: dict[str, Any] = {name: getattr(args, name) for name in ("seq", "packed")}
+        asked |= {"batch": args.batch or 1, "checkpoint": args.checkpoint or "none"}
         step = StepQuestion(model=args.model, dtype=dtype, **asked)
         return [plan_view(plan, step.trace(machine), machine, measured=compared)]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from elixir.cli import main
@@ -26,3 +31,10 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> st
     assert err.startswith("elixir")
     assert err.count("\n") == 1
     return err
+
+
+def page_data(path: Path) -> dict[str, Any]:
+    """All that a page of ``--plot`` draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))

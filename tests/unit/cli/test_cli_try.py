@@ -12,7 +12,7 @@ import torch
 
 from elixir.cli import main, trial
 from elixir.hardware.profile import HardwareProfile
-from tests.common.command_line import fails
+from tests.common.command_line import fails, page_data
 
 TINY = {
     "model_type": "opt", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "ffn_dim": 512,
@@ -29,23 +29,29 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("budget", [(), ("--device-memory", "5.5MiB")], ids=["resident", "streamed"])
+@pytest.mark.parametrize(
+    "budget", [("--packed", "4"), ("--device-memory", "5.5MiB")], ids=["resident, packed", "streamed"]
+)
 def test_bytes_are_as_predicted_and_the_file_is_learned(
     config: Path, budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved, learned = config.with_name("try.json"), config.with_name("hw.json")
+    saved, learned, page = (config.with_name(name) for name in ("try.json", "hw.json", "try.html"))
     words = ("try", str(config), "--batch", "2", "--seq", "64", "--host-budget", "1GiB", *budget, "--out", str(saved))
-    assert main(list(words)) == 0
+    assert main([*words, "--plot", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "buffers on the host" in printed
     found = json.loads(saved.read_text())
     by_name = {row["name"]: row for row in found["compared"]}
-    assert by_name["host to device"]["measured"] > 0 or not budget
+    assert by_name["host to device"]["measured"] > 0 or "--packed" in budget
     for name in ("host to device", "device to host", "buffers on the device"):
         assert by_name[name]["measured"] == by_name[name]["predicted"]
     assert all(row["agrees"] for row in found["compared"] if row["unit"] == "bytes"), by_name
     peak = by_name["peak, device and host"]
     assert peak["measured"] > 1.2 * by_name["buffers on the device"]["measured"], "activations and gradients count"
+    (view,) = page_data(page)["views"]
+    kinds, entries = [kind["values"] for kind in view["kinds_over_step"]], view["steps"][0]["entries"]
+    shown = [sum(each[at] if isinstance(each, list) else each for each in kinds) for at in entries]
+    assert max(shown) == found["plan"]["predicted"]["device_peak_bytes"]
     low_s, high_s = by_name["seconds a step"]["range_s"]
     assert low_s < high_s <= trial.MOST_RANGE * low_s
     assert len(found["steps"]) == trial.STEPS - trial.WARM_UP_STEPS - 1
