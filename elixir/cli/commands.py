@@ -143,11 +143,12 @@ def _plan_shown(
     """Saves and draws a plan, and says it, with the memory that must be free, what would make it better, and the code
     that runs it."""
     told = not (args.brief or args.json)
+    notes = code_text(f"what to write\n{YOURS}", code).lstrip() if code else ""
     levers = answer.levers() if (told or is_page(args.plot)) and not args.no_levers else ()
 
     def views() -> list[View]:
         trace, hardware, _ = answer.question
-        said: dict[str, Any] = {"levers": levers, "must_be_free_bytes": free_bytes, "notes": code_text("", code)}
+        said: dict[str, Any] = {"levers": levers, "must_be_free_bytes": free_bytes, "notes": notes}
         return [plan_view(plan, trace, hardware, explanation=explain(plan, trace, hardware, levers=False), **said)]
 
     need, ranks = answer.process_need, answer.question.hardware.ranks_per_host(plan.world_size)
@@ -172,8 +173,8 @@ def _plan_shown(
         yield tables.wear(plan, args.disk_endurance)
     if told and levers:
         yield tables.plan_levers_table(plan, levers)
-    if code and not args.brief:
-        yield code_text(f"what to write\n{YOURS}", code).lstrip()
+    if notes and not args.brief:
+        yield notes
     yield from written
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from elixir.errors import readable_bytes
 from elixir.models.model_shape import find
+from elixir.models.packing import Packing
+from elixir.optimizer_states import averages, without_average
 from elixir.plan.plan import Plan
 from elixir.search.request import FREE_HERE, SearchRequest
 from elixir.units import parse_bytes
@@ -37,6 +39,8 @@ _SAID_OTHERWISE = frozenset(
     pass_size replicas moments""".split()
 )
 """Fields of a request that the run settles, or that follow from the plan."""
+_DECAY = 0.999
+"""Share of an average of the weights that a step keeps, which no plan says."""
 YOURS = "# yours: folder (the weights), dataset, batch (one of a rank), lr"
 PARTS = {"trainer": "Trainer", "trl": "TRL", "loop": "your own loop"}
 
@@ -88,6 +92,7 @@ def _options(plan: Plan, request: SearchRequest, without: Collection[str]) -> di
             found[name] = _size(parse_bytes(value)) if name in _SIZES else value
     of_plan: dict[str, tuple[Any, Any]] = {
         "moments": (plan.moments, "float32"),
+        "ema": (_DECAY if averages(plan.optimizer) else None, None),
         "activations": ("auto" if plan.step.activations else None, None),
         "pass_size": (plan.pass_size, 1),
         "replicas": (plan.replicas, 1),
@@ -127,6 +132,9 @@ def _model(plan: Plan, auto: str | None, options: Mapping[str, Any], ranks_per_h
     if names:
         lines.append(f"from transformers import {', '.join(names)}")
     loaded: dict[str, Any] = {"dtype": dtype or "auto"}
+    packing = _packing(plan)
+    if packing is not None and packing.flash:
+        loaded["attn_implementation"] = "flash_attention_2"
     if step.quantised:
         loaded |= {"quantization_config": _Code("quantise"), "device_map": "cpu"}
     if step.lora and auto is not None:
@@ -185,7 +193,17 @@ def _arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan) -> str:
-    return plan.optimizer.partition(" (")[0]
+    return without_average(plan.optimizer).partition(" (")[0]
+
+
+def _packing(plan: Plan) -> Packing | None:
+    return None if plan.step.packed is None else Packing.read(plan.step.packed)
+
+
+def _documents(plan: Plan) -> int:
+    """Documents of a micro-batch; its samples if nothing is packed."""
+    packing = _packing(plan)
+    return (plan.step.samples or 1) * (1 if packing is None else packing.documents)
 
 
 def _given_optimizer(plan: Plan) -> dict[str, Any]:
@@ -197,19 +215,24 @@ def _given_optimizer(plan: Plan) -> dict[str, Any]:
 
 
 def _trainer(plan: Plan, arguments: Mapping[str, Any]) -> str:
+    given, packing = {**arguments, "per_device_train_batch_size": _documents(plan)}, _packing(plan)
     lines = [
-        "from transformers import TrainingArguments",
+        f"from transformers import {'DataCollatorWithFlattening, ' if packing else ''}TrainingArguments",
         "from elixir.integrations.transformers import ElixirTrainer",
         *_of_some_layers(plan),
         *(["model = get_peft_model(model, adapters)"] if plan.step.lora else []),
-        f"args = {_call('TrainingArguments', _text('out'), **arguments)}",
+        f"args = {_call('TrainingArguments', _text('out'), **given)}",
     ]
     more = {"args": _Code("args"), "train_dataset": _Code("dataset"), "elixir": _Code("options")}
+    if packing is not None:
+        kernels = {"return_flash_attn_kwargs": True} if packing.flash else {}
+        more["data_collator"] = _Code(_call("DataCollatorWithFlattening", **kernels))
     return "\n".join((*lines, f"trainer = {_call('ElixirTrainer', 'model', **more, **_given_optimizer(plan))}"))
 
 
 def _trl(plan: Plan, arguments: Mapping[str, Any]) -> str:
     given = dict(arguments) if plan.dtype == "float16" else {"bf16": False, **arguments}  # TRL's default is True
+    given |= {"packing": True} if plan.step.packed else {}
     lines = [
         "from trl import SFTConfig, SFTTrainer",
         "from elixir.integrations.transformers import with_elixir",
@@ -232,6 +255,8 @@ def _loop(plan: Plan, *, is_ours: bool) -> str:
             lines.append("model.enable_input_require_grads()")
     if "+" not in _optimizer(plan):
         lines.append(f"optimizer = torch.optim.{_optimizer(plan)}(model.parameters(), lr=lr)")
+    if step.packed:
+        lines.append(f"# batch: {_documents(plan)} documents in one row, with position_ids that begin anew in each")
     more: dict[str, Any] = {"inp": _Code("batch")} | ({} if is_ours else {"step_fn": _Code("step_fn")})
     if plan.dtype != "as built":
         more["dtype"] = _Code(f"torch.{plan.dtype}")

@@ -15,7 +15,7 @@ import torch
 
 from elixir.cli import main
 from elixir.plan.plan import Plan
-from tests.common.command_line import fails, run
+from tests.common.command_line import fails, page_data, run
 from tests.common.trainers import llama
 
 SEQ = 16
@@ -153,7 +153,7 @@ def test_chosen_settings_are_no_slower_than_others_and_a_plan_with_them_is_as_fa
     assert chosen_s <= 1.05 * other_s
 
 
-def test_a_plan_ends_with_the_code_that_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_ends_with_the_code_that_runs_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     step = ["opt-125m", "--hardware", "rtx4090", "--seq", "64", "--device-memory", "2GiB", "--host-memory", "8GiB"]
     argv = ["plan", *step, "--no-levers", "--batch", "2", "--accumulation", "4", "--activation-checkpointing"]
     status, out, _ = run(capsys, *argv, "--moments", "bfloat16", "--assume", "nominal", "--no-clipping")
@@ -170,4 +170,20 @@ def test_a_plan_ends_with_the_code_that_runs_it(capsys: pytest.CaptureFixture[st
         assert words in code
     assert "what to write" not in run(capsys, *argv, "--brief")[1]
     assert json.loads(run(capsys, *argv, "--json")[1])["what_to_write"].keys() == {"model", "trainer", "trl", "loop"}
-    assert not json.loads(run(capsys, "plan", *step, "--forward", "--json")[1])["what_to_write"]
+    more = ("--no-levers", "--json", "--plot", str(tmp_path / "plan.html"))
+    status, out, _ = run(capsys, "plan", *step, "--forward", *more)
+    assert (status, json.loads(out)["what_to_write"]) == (0, {})
+    assert page_data(tmp_path / "plan.html")["views"][0]["notes"] == ""
+    packed = ("--batch", "2", "--packed", "4:flash", "--optimizer", "adamw + ema")
+    code = json.loads(run(capsys, "plan", *step, *packed, *more)[1])["what_to_write"]
+    for part, words in (
+        ("model", 'attn_implementation="flash_attention_2"'),
+        ("model", '"ema": 0.999'),
+        ("trainer", "per_device_train_batch_size=8"),
+        ("trainer", "data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True))"),
+        ("trl", "per_device_train_batch_size=2"),
+        ("trl", "packing=True, max_length=64"),
+        ("loop", "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"),
+    ):
+        assert words in code[part]
+    assert page_data(tmp_path / "plan.html")["views"][0]["notes"].endswith(code["loop"])
