@@ -54,12 +54,15 @@ def _page(
 
 
 def _trial_shown(args: argparse.Namespace, trial: dict[str, Any]) -> Iterator[output.Said]:
-    plan = Plan.from_dict(trial["plan"], source=args.file)
-    machine = HardwareProfile.from_dict(trial["hardware"], source=args.file)
-    written = files.written(_page(args, plan, hardware=machine, measured=trial["compared"]))
+    plan = Plan.from_dict(trial.get("plan"), source=args.file)
+    machine = HardwareProfile.from_dict(trial.get("hardware"), source=args.file)
+    figures = trial.get("compared")
+    if not (isinstance(figures, list) and all(map(tables.is_figure, figures))):
+        raise ArtifactError(f"{args.file}: field 'compared' must list figures, each predicted and measured")
+    written = files.written(_page(args, plan, hardware=machine, measured=figures))
     yield trial
     yield str(plan)
-    yield tables.measured_table(f"{trial['model']} on {machine.device_name}", trial["compared"])
+    yield tables.measured_table(f"{trial.get('model', plan.model_name)} on {machine.device_name}", figures)
     yield from written
 
 
@@ -70,6 +73,10 @@ def run_compare(args: argparse.Namespace) -> Iterator[output.Said]:
         if not isinstance(a, Plan):
             raise InputError(f"{args.b} is a step's report, which goes with a plan; {args.a} is none")
         figures = tables.report_figures(report)
+        if not figures:
+            raise ArtifactError(f"{args.b}: no figure of this report is there as predicted and as measured")
+        if report.get("predicted_device_peak_bytes", a.predicted.device_peak_bytes) != a.predicted.device_peak_bytes:
+            output.note(f"{args.b} is of a run under another plan than {args.a}")
         written = files.written(_page(args, a, measured=figures))
         yield {"a": args.a, "b": args.b, "measured": figures}
         yield tables.measured_table(f"{args.a}, and measured in {args.b}", figures)

@@ -43,6 +43,8 @@ _PARTS = {
     "gradient_blocks": "blocks in which gradients are gathered on their way",
     "gradient_in_flight": "a gradient that autograd holds next to where it goes",
     "optimizer_temporaries": "what the step on the device takes next to its operands",
+    "matrix_room": "room in which whole matrices are put together for their step",
+    "matrix_staging": "pinned buffers through which such matrices go to the device and return",
     "staging": "pinned buffers through which new weights return to the device",
     "new_states": "second states, for updates during backward",
     "checkpoint": "copies while a checkpoint is written",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -305,20 +306,30 @@ def report_figures(report: Mapping[str, Any]) -> list[Record]:
     for key, predicted in report.items():
         name = key.removeprefix("predicted_")
         unit = "bytes" if name.endswith("_bytes") else "seconds" if name.endswith("_s") else "count"
-        if name != key and name in report:
-            shown = name.removesuffix("_bytes").replace("step_s", "step").replace("_", " ")
-            found.append({"name": shown, "unit": unit, "predicted": predicted, "measured": report[name]})
+        shown = name.removesuffix("_bytes").replace("step_s", "step").replace("_", " ")
+        figure = {"name": shown, "unit": unit, "predicted": predicted, "measured": report.get(name)}
+        found += [figure] if name != key and is_figure(figure) else []
     return found
+
+
+_MEASURED: dict[object, Callable[[Any], str]] = {"bytes": format_bytes, "seconds": format_seconds, "count": str}
+
+
+def is_figure(found: object) -> bool:
+    """Whether something from a file has all that `measured_table` shows, with finite numbers."""
+    if not isinstance(found, dict) or found.get("unit") not in tuple(_MEASURED):
+        return False
+    values = found.get("predicted"), found.get("measured")
+    return "name" in found and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
 
 
 def measured_table(title: str, figures: Iterable[Record]) -> Table:
     """Figures of `report_figures`, or of a trial: predicted next to measured (rich)."""
-    shown: dict[str, Callable[[Any], str]] = {"bytes": format_bytes, "seconds": format_seconds, "count": str}
     rows = []
     for each in figures:
         predicted, measured = each["predicted"], each["measured"]
         share = f"{(measured - predicted) / predicted:+.1%}" if predicted else ""
-        rows.append([each["name"], *(shown[each["unit"]](value) for value in (predicted, measured)), share])
+        rows.append([str(each["name"]), *map(_MEASURED[each["unit"]], (predicted, measured)), share])
     return list_table(title, ("of one step", "predicted", "measured", "difference"), rows)
 
 

@@ -26,7 +26,7 @@ from elixir.show.style import RESOURCE_LABELS
 from elixir.show.timeline import LANE_ORDER, SPAN_COLOURS, device_memory, entries_over_step, modules_over_step
 from elixir.step_trace import StepTrace
 from elixir.units import GIB, MIB, format_bytes
-from tests.common.command_line import fails, run
+from tests.common.command_line import fails, page_data, run
 from tests.common.samples import make_hardware, make_trace
 from tests.common.synthetic_trace import StackShape, stack_trace
 
@@ -42,6 +42,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "two ranks": {"world_size": 2, "device_memory": 36 * MIB},
     "in parts": {"device_memory": 56 * MIB, "accumulation": 3},
     "8-bit": {"device_memory": 36 * MIB, "moments": "8bit"},
+    "matrices, averaged": {"device_memory": 60 * MIB, "optimizer_type": "Muon + AdamW + EMA"},
 }
 
 
@@ -52,12 +53,6 @@ def made(name: str) -> tuple[Answer, StepTrace, HardwareProfile]:
     trace = stack_trace(shape, batch=2, seq=256, checkpoint=False)
     trace = replace(trace, model_name=ODD_NAME)
     return plan_from_trace(trace, HARDWARE, asked.pop("world_size", 1), **asked), trace, HARDWARE
-
-
-def read(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1]))
 
 
 @pytest.mark.parametrize("name", list(ASKED))
@@ -71,6 +66,7 @@ def test_memory_over_a_step_has_the_peak_of_the_plan(name: str) -> None:
         {part: int(amounts[at]) for part, amounts in parts.items()} == plan.predicted.device_parts
         for at in np.flatnonzero(total == total.max())
     )
+    assert all(about for budget in plan_view(plan)["budgets"] for *_, about in budget["parts"])
     assert len(modules_over_step(plan, trace)) == len(plan.order) == len(total) - 1
     simulated = simulate_step(plan, trace, hardware)
     moments, entries = zip(*entries_over_step(simulated, plan), strict=True)
@@ -88,7 +84,7 @@ def test_a_page_holds_every_span_and_chunk(name: str, tmp_path: Path) -> None:
     why = explain(plan, trace, hardware, levers=False)
     levers = answer.levers() if name == "two ranks" else ()
     path = write_page(tmp_path / "plan.html", plan_view(answer, trace, hardware, explanation=why, levers=levers))
-    (view,) = read(path)["views"]
+    (view,) = page_data(path)["views"]
     assert trace.model_name in view["title"]
     for budget, memory, peak in zip(
         view["budgets"],
@@ -99,7 +95,6 @@ def test_a_page_holds_every_span_and_chunk(name: str, tmp_path: Path) -> None:
         assert budget["memory"] == memory
         assert sum(size for _, size, *_ in budget["parts"]) == peak
         assert format_bytes(peak) in view["verdict"]
-        assert all(about for *_, about in budget["parts"])
     judged = plan.predicted.judgements
     assert view["steps"][0]["scenario"] == str(judged[0].scenario)
     assert max(judged, key=lambda it: it.regret).scenario in [
@@ -143,7 +138,7 @@ def test_a_page_loads_nothing_and_carries_its_license(tmp_path: Path) -> None:
     assert "Apache License" in text
     assert "Redistribution and use in source and binary forms" in text
     assert text.count("</script>") == 3  # the name of the model has ended none
-    views = read(path)["views"]
+    views = page_data(path)["views"]
     assert views[1]["memory"]["at"] == sorted(views[1]["memory"]["at"])
     total = np.sum([kind["values"] for kind in views[1]["memory"]["kinds"]], axis=0)
     assert total.tolist() == [sample.total for sample in other.curve]
@@ -165,15 +160,20 @@ def test_commands_write_pages_of_what_they_know(capsys: pytest.CaptureFixture[st
     def views(*words: str) -> list[dict[str, Any]]:
         status, out, err = run(capsys, *words, "--plot", page)
         assert (status, f"written: {page}" in out) == (0, True), err
-        return list(read(Path(page))["views"])
+        return list(page_data(Path(page))["views"])
 
     (shown,) = views("show", plan)
     assert shown["chunks"]["rows"]
     assert "steps" not in shown  # the step of "mine" does not follow from its name
     assert [view["title"] for view in views("compare", plan, other)] == [shown["title"]] * 2
-    assert ["start_up_s", "0.000 s", "5.000 s", True] in read(Path(page))["rows"]
+    assert ["start_up_s", "0.000 s", "5.000 s", True] in page_data(Path(page))["rows"]
     (measured,) = views("compare", plan, report)
     assert [each["measured"] for each in measured["measured"]] == [2.0, 3]
+    for odd in ('{"predicted_step_s": null, "step_s": 2.0}', '{"predicted_step_s": NaN, "step_s": "1"}'):
+        Path(report).write_text(odd)
+        assert "no figure" in fails(capsys, "compare", plan, report)
+    Path(report).write_text('{"artifact": "trial", "compared": [{"name": "step"}]}')
+    assert "expected a JSON object" in fails(capsys, "show", report)
     (explained,) = views("explain", plan, step, "--brief", "--no-levers")
     assert explained["chunks"]["texts"]
     assert explained["steps"]
