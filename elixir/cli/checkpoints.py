@@ -14,6 +14,7 @@ from elixir.checkpoint_format.slice_reader import open_checkpoint, verify
 from elixir.cli import output
 from elixir.errors import CheckpointCorrupt, CheckpointNotFound, InputError
 from elixir.files import FILES
+from elixir.optimizer_states import AVERAGE
 from elixir.show.tables import record_table
 
 SHOWN_PROBLEMS = 20
@@ -54,6 +55,7 @@ def _record(folder: Path) -> dict[str, Any]:
         "weights": sorted({weight.dtype for weight in weights}),
         "moments": index.moments,
         "optimizers": list(index.optimizers),
+        "average": any(key.startswith(f"{AVERAGE}/") for key in index.tensors),
         "values": [*index.values, *(index.rank_values[0] if index.rank_values else {})],
         "frozen": index.has_frozen,
     }

@@ -20,6 +20,7 @@ def runs(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
         folder = tmp_path / f"step-{step:08}"
         tensors = {"weight/a": torch.full((8, 4), float(step)), "exp_avg/a": torch.ones(8, 4)}
+        tensors |= {"ema_weights/a": torch.ones(8, 4)} if step == 30 else {}
         checkpoints.save(folder, tensors, step=step, steps={"a": step}, values={"epoch": step})
     cut = tmp_path / "step-00000040"
     cut.mkdir()
@@ -32,6 +33,7 @@ def test_show(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["step"] for each in found] == [30, 20, 10]
     assert found[0]["parameters"] == 32
+    assert [each["average"] for each in found] == [True, False, False]
     assert main(["checkpoint", "show", str(runs / "step-00000010")]) == 0
     shown = capsys.readouterr().out
     assert "epoch" in shown
