@@ -130,7 +130,7 @@ class Fit:
     """Per machine and method: its fewest devices that can, in order of size; then those that cannot, with their most
     devices."""
     answers: tuple[Answer | None, ...] = ()
-    """The plan of each row, with what was asked; None if it does not fit."""
+    """The answer of each row; None if it does not fit."""
 
 
 class SweepInterrupted(KeyboardInterrupt):
