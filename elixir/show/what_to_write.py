@@ -156,6 +156,8 @@ def _model(plan: Plan, auto: str | None, options: Mapping[str, Any], ranks_per_h
         task = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM"}.get(auto)
         kind: dict[str, Any] = {"r": step.lora, "target_modules": "all-linear"}
         lines.append(f"adapters = {_call('LoraConfig', **kind, **({'task_type': task} if task else {}))}")
+    if "+" in _optimizer(plan):
+        lines.append(f"# optimizer: yours, a list of {_optimizer(plan).replace(' + ', ' and ')}")
     return "\n".join((*lines, f"options = {_text(options)}"))
 
 
