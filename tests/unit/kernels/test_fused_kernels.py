@@ -155,7 +155,7 @@ def test_only_this_instance_changes_and_only_until_remove() -> None:
     assert torch.equal(model(**inp).logits, expected.logits)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    torch.testing.assert_close(twin(**inp).loss, expected.loss)  # of its own weights
+    torch.testing.assert_close(twin(**inp).loss, expected.loss)  # with the weights that it has
     fused = FusedKernels(model, True, "cpu")
     model.lm_head.forward = later = lambda x: x
     fused.remove()

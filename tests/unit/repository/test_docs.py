@@ -21,7 +21,7 @@ QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 MOST_WORDS = {"README.md": 1000, "docs/*.md": 1100, "docs/design/*.md": 1600, "docs/appendix/*.md": 2050}
 """Pages -> how many words each may have, as ``wc -w`` counts them."""
-MOST_PAGES, MOST_WORDS_IN_ALL = 28, 20_500
+MOST_PAGES, MOST_WORDS_IN_ALL = 28, 20_600
 """How many docs may have as a whole."""
 OF_GPUS = ("README.md", "CHANGELOG.md", "docs/gpu_results.md", "docs/appendix/gpu_bars.md", "benchmark/proof/README.md")
 """Pages that may say what has run on a GPU."""
