@@ -122,7 +122,7 @@ def find(name: str) -> ModelShape | None:
     """
     own: str | None = name.lower()
     if own not in _index():
-        own = _own_name(name.lower().rpartition("/")[2]) if is_hub_name(name) else None
+        own = own_name(name.lower().rpartition("/")[2]) if is_hub_name(name) else None
     if own is None:
         return None
     known = _index()[own] | {"hub": tuple(_index()[own]["hub"])}
@@ -171,7 +171,7 @@ def _written() -> dict[str, str]:
 
 
 @functools.cache
-def _own_name(written: str) -> str | None:
+def own_name(written: str) -> str | None:
     """Our name of a model, by a way to write it or by that of a copy; None for another."""
     if written in _written():
         return _written()[written]

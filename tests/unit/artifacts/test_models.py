@@ -195,7 +195,7 @@ def test_a_path_wins_over_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_copy_in_fewer_bits_is_planned_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model_shape._own_name.cache_clear()
+    model_shape.own_name.cache_clear()
     assert describe("unsloth/gpt-oss-20b-BF16").name == "gpt-oss-20b"
     assert describe("gpt-oss-20b").name == "gpt-oss-20b"
     assert not caplog.text
