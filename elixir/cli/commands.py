@@ -142,9 +142,9 @@ def _plan_shown(
 ) -> Iterator[output.Said]:
     """Saves and draws a plan, and says it, with the memory that must be free, what would make it better, and the code
     that runs it."""
-    told = not (args.brief or args.json)
+    with_tables = not (args.brief or args.json)
     notes = code_text(f"what to write\n{YOURS}", code).lstrip() if code else ""
-    levers = answer.levers() if (told or is_page(args.plot)) and not args.no_levers else ()
+    levers = answer.levers() if (with_tables or is_page(args.plot)) and not args.no_levers else ()
 
     def views() -> list[View]:
         trace, hardware, _ = answer.question
@@ -171,7 +171,7 @@ def _plan_shown(
         yield tables.plan_tables(plan)
     if plan.uses_disk:
         yield tables.wear(plan, args.disk_endurance)
-    if told and levers:
+    if with_tables and levers:
         yield tables.plan_levers_table(plan, levers)
     if notes and not args.brief:
         yield notes

@@ -177,18 +177,18 @@ def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, Swee
     """The outcome of a sweep or a fit, of whose rows standard error tells as they come; and the interrupt that ended
     it, if one did."""
     asked = from_flags.asked(args, from_flags.optimizer_asked(args.optimizer))
-    told = list[str]()
+    lines: list[str] = []
 
     def tell(row: SweepRow) -> None:
-        told.append(row_text(row))
+        lines.append(row_text(row))
         if not sys.stderr.isatty():  # on a terminal the rows so far go when the table comes
-            print(told[-1], file=sys.stderr, flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
 
     try:
         with output.progress() as progress:
 
             def say(text: str, done: int, count: int) -> None:
-                progress("\n".join((*told, text)), done, count)
+                progress("\n".join((*lines, text)), done, count)
 
             step = from_flags.step_asked(args)
             if args.command == "fit":  # methods say which adapters, and a model without fused kernels runs as it is
@@ -214,8 +214,8 @@ def run_explain(args: argparse.Namespace) -> Iterator[output.Said]:
     plan, trace, hardware = _planned(args)
     with output.progress() as progress:
         found = explain(plan, trace, hardware, levers=not args.no_levers, progress=progress)
-    views = lambda: [plan_view(plan, trace, hardware, explanation=found, levers=found.changes)]  # noqa: E731
-    written = files.written(files.plotted(args.plot, views))
+    view = partial(plan_view, plan, trace, hardware, explanation=found, levers=found.changes)
+    written = files.written(files.plotted(args.plot, lambda: [view()]))
     yield {"plan": plan.fingerprint, "hardware": hardware.name, **explanation_record(found)}
     yield f"plan {plan.fingerprint}: {plan.model_name} on {plan.world_size} x {hardware.name}"
     yield explanation_shown(found, 0 if args.brief else args.top)

@@ -121,9 +121,8 @@ class _Way:
     def look(self) -> None:
         """Finds the fastest plan of the predicted step at the rates of the machine."""
         try:
-            check_room(
-                self._whole, keeps_all=self.request.activations is None
-            )  # before activations are chosen, which takes longer
+            # Before activations are chosen, which takes longer.
+            check_room(self._whole, keeps_all=self.request.activations is None)
         except PlanError as error:
             self.missed = error, self._whole
             return

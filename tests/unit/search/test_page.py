@@ -97,9 +97,8 @@ def test_a_page_holds_every_span_and_chunk(name: str, tmp_path: Path) -> None:
         assert format_bytes(peak) in view["verdict"]
     judged = plan.predicted.judgements
     assert view["steps"][0]["scenario"] == str(judged[0].scenario)
-    assert max(judged, key=lambda it: it.regret).scenario in [
-        it.scenario for it in judged if str(it.scenario) in {step["scenario"] for step in view["steps"]}
-    ]
+    worst = max(judged, key=lambda it: it.regret)
+    assert str(worst.scenario) in {step["scenario"] for step in view["steps"]}
     for step in view["steps"]:
         scenario = next(it.scenario for it in judged if str(it.scenario) == step["scenario"])
         simulated = simulate_step(plan, trace, scenario.machine(hardware), clipped=scenario.clipped)
@@ -201,19 +200,21 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """A function that opens a page of views in a window; afterwards nothing was loaded and nothing complained."""
-    told: list[str] = []
+    complaints: list[str] = []
 
     def open_page(*views: dict[str, Any], width: int = 1200) -> Any:
         page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: told.append(request.url) if not request.url.startswith("file:") else None)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request", lambda request: complaints.append(request.url) if not request.url.startswith("file:") else None
+        )
         page.goto(write_page(tmp_path / "page.html", *views).as_uri())
         page.locator(".budget canvas, .step canvas").first.wait_for()
         return page
 
     yield open_page
-    assert not told
+    assert not complaints
 
 
 def spot(page: Any, name: str, across: float, down: float) -> tuple[float, float]:
