@@ -41,7 +41,12 @@ def _check_plot(command: str, path: str) -> None:
     if command in ("explain", "compare", "show", "try") and not is_page(path):
         raise InputError(f"{path!r}: `elixir {command}` draws a page; end it in .html")
     if command == "sweep" or not is_page(path):
-        picture_format(path)
+        try:
+            picture_format(path)
+        except InputError as error:
+            if command == "sweep":
+                raise
+            raise InputError(f"{error}, or in .html for a page") from None
 
 
 def plotted(

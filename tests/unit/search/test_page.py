@@ -182,6 +182,7 @@ def test_commands_write_pages_of_what_they_know(capsys: pytest.CaptureFixture[st
     assert view["budgets"][1]["must_be_free"] > 0
     assert "end it in .html" in fails(capsys, "show", plan, "--plot", str(tmp_path / "plan.png"))
     assert "no picture format" in fails(capsys, "sweep", "opt-125m", "--plot", page)
+    assert "or in .html for a page" in fails(capsys, "profile", "opt-125m", "--plot", str(tmp_path / "plan.gif"))
 
 
 @pytest.fixture(scope="module")
