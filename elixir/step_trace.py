@@ -52,7 +52,7 @@ class ParamInfo:
     """How often autograd adds to its gradient: more than once where reentrant checkpointing runs several backwards over
     what shares it, or where the step has several; 0 where it gets none."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -428,17 +428,17 @@ class StepTrace(Artifact):
     """The most host memory that the step takes for what it moves there itself, as PyTorch's allocators take it."""
 
     def __post_init__(self) -> None:
-        for number, access in enumerate(self.accesses):
-            for name, indices, count in (
-                ("parameters", access.parameters, len(self.parameters)),
-                ("operations", access.operations, len(self.operations)),
-                ("pin_until", (access.pin_until,), len(self.accesses)),
-            ):
-                if indices and not 0 <= min(indices) <= max(indices) < count:
-                    raise InputError(
-                        f"field 'accesses[{number}].{name}' must have indices below {count}, found {min(indices)} to "
-                        f"{max(indices)}"
-                    )
+        for name, count, indices in (
+            ("parameters", len(self.parameters), [access.parameters for access in self.accesses]),
+            ("operations", len(self.operations), [access.operations for access in self.accesses]),
+            ("pin_until", len(self.accesses), [(access.pin_until,) for access in self.accesses]),
+        ):
+            every = set().union(*indices)
+            if every and not 0 <= min(every) <= max(every) < count:
+                at, of = next((at, of) for at, of in enumerate(indices) if any(not 0 <= one < count for one in of))
+                raise InputError(
+                    f"field 'accesses[{at}].{name}' must have indices below {count}, found {min(of)} to {max(of)}"
+                )
         for number, transfer in enumerate(self.transfers):
             if not 0 <= transfer.begins <= transfer.ends < len(self.accesses) or transfer.nbytes < 0:
                 raise InputError(

@@ -9,8 +9,9 @@ trace of the choice itself has the exact bytes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,29 +35,41 @@ WHOLE = (Result(SAVED, 0),)
 FIRST_INPUT = (Result(INPUT, 0),)
 
 
-@dataclass(frozen=True)
-class _Again:
+class _Rerun:
+    """A forward that runs again, some of its results kept: the same for all units with this forward.
+
+    Attributes:
+        kept_bytes: of the results that are kept.
+        freed_bytes: that are no longer held from forward to backward.
+        operations: by access that runs again, its operators.
+        later: by access that runs again, the bytes of kept results that it finds and the forward makes after it.
+    """
+
+    def __init__(self, forward: UnitForward, keep: frozenset[Result]) -> None:
+        count = forward.accesses_again
+        self.operations: list[list[int]] = [[] for _ in range(count)]
+        self.later = [0] * count
+        self.kept_bytes = kept_bytes(forward, keep)
+        for number, each in enumerate(forward.operators):
+            if Result(each.operator, each.occurrence) in keep:
+                for access in range(min(each.access, count)):
+                    self.later[access] += each.made_bytes
+            elif number < forward.again and each.operation is not None:
+                self.operations[min(each.access, count - 1)].append(each.operation)
+        self.freed_bytes = sum(each.saved_bytes for each in forward.operators) - self.kept_bytes
+
+
+class _Again(NamedTuple):
     """A call of a unit that runs again before its backward."""
 
-    forward: UnitForward
-    keep: frozenset[Result]
+    rerun: _Rerun
     first: int
     """The first access of its forward."""
     last: int
     backward: int
     """The first access of its backward."""
-    dropped_bytes: int
-    """`StepUnits.dropped_bytes`."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the results that it keeps."""
-        return kept_bytes(self.forward, self.keep)
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that it no longer holds from forward to backward, less those of its input, if only now it is held."""
-        return sum(each.saved_bytes for each in self.forward.operators) - self.kept_bytes - self.dropped_bytes
+    freed_bytes: int
+    """Bytes that it no longer holds from forward to backward, less those of its input, if only now it is held."""
 
 
 def kept_bytes(forward: UnitForward, keep: frozenset[Result]) -> int:
@@ -139,7 +152,7 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations], step: S
     for each in again:
         change[each.last + 1] += each.freed_bytes
         change[each.backward] -= each.freed_bytes
-        inserted[each.backward] += each.forward.accesses_again
+        inserted[each.backward] += len(each.rerun.later)
     freed = np.cumsum(change[:count]).tolist()
     shift = np.cumsum(inserted[:count])
     at = (np.arange(count) + shift).tolist()
@@ -182,15 +195,18 @@ def kept_trace(trace: StepTrace, activations: Sequence[UnitActivations], step: S
 
 
 def _again(activations: Sequence[UnitActivations], step: StepUnits) -> list[_Again]:
-    found = []
+    found, reruns = list[_Again](), dict[tuple[int, tuple[Result, ...]], _Rerun]()
     for each in activations:
         if each.keep is None:
             continue
         if each.unit not in step.forwards or not step.runs.get(each.unit):
             raise InputError(f"the trace does not say what {each.unit!r} makes in forward; trace the model again")
-        forward, keep, dropped = step.forwards[each.unit], frozenset(each.keep), step.dropped_bytes.get(each.unit, 0)
+        forward = step.forwards[each.unit]
+        rerun = reruns.get((id(forward), each.keep)) or _Rerun(forward, frozenset(each.keep))
+        reruns[id(forward), each.keep] = rerun
+        freed_bytes = rerun.freed_bytes - step.dropped_bytes.get(each.unit, 0)
         runs = step.runs[each.unit]
-        found += [_Again(forward, keep, call.first, call.last, back.first, dropped) for call, back in runs]
+        found += [_Again(rerun, call.first, call.last, back.first, freed_bytes) for call, back in runs]
     return found
 
 
@@ -203,28 +219,23 @@ def _made_again(trace: StepTrace, unit: _Again, position: int, kept: int) -> lis
         position: of the first of them.
         kept: bytes that are there when it begins, its kept results included.
     """
-    count = unit.forward.accesses_again
-    operations: list[list[int]] = [[] for _ in range(count)]
-    later = [0] * count  # bytes of kept results that an access finds, while the forward makes them after it
-    for number, each in enumerate(unit.forward.operators):
-        if Result(each.operator, each.occurrence) in unit.keep:
-            for access in range(min(each.access, count)):
-                later[access] += each.made_bytes
-        elif number < unit.forward.again and each.operation is not None:
-            operations[min(each.access, count - 1)].append(each.operation)
-    accesses = trace.accesses[unit.first : unit.first + count]
-    begun = accesses[0].kept_bytes
-    rest = kept - unit.kept_bytes
+    rerun, last = unit.rerun, len(unit.rerun.later) - 1
+    accesses = trace.accesses[unit.first : unit.first + last + 1]
+    rest = kept - rerun.kept_bytes - accesses[0].kept_bytes
     return [
-        replace(
-            access,
-            phase="recompute",
-            pin_until=position + min(access.pin_until - unit.first, count - 1),
-            operations=tuple(operations[number]),
-            live_bytes=max(rest + access.live_bytes - begun + later[number], kept),
-            kept_bytes=max(rest + access.kept_bytes - begun + later[number], kept),
+        Access(  # as above
+            "recompute",
+            access.parameters,
+            position + min(access.pin_until - unit.first, last),
+            access.module,
+            access.operator,
+            tuple(operations),
+            max(rest + access.live_bytes + later, kept),
+            max(rest + access.kept_bytes + later, kept),
+            access.parts,
+            access.arriving_bytes,
         )
-        for number, access in enumerate(accesses)
+        for access, operations, later in zip(accesses, rerun.operations, rerun.later, strict=True)
     ]
 
 
