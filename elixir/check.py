@@ -19,6 +19,7 @@ from torch import nn
 
 from elixir.access.compiled_units import uncompiled
 from elixir.access.whole import held, holds_others
+from elixir.chunk.group import new_group
 from elixir.errors import ElixirError, InputError, shortened
 from elixir.hardware.profile import preset
 from elixir.models.step import check_batch, check_step, default_input, default_step, with_tensors
@@ -298,7 +299,7 @@ def _alone() -> Iterator[dist.ProcessGroup | None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
-    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    group = new_group([dist.get_rank()], backend="gloo", alone=True)
     try:
         yield group
     finally:

@@ -73,6 +73,12 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _of_loaded("torch._subclasses.functional_tensor", "FunctionalTensor", ()))
 
 
+def process_groups() -> Any:
+    """All process groups, with `group_count`, after which the next one is named. None where PyTorch has none, or keeps
+    them elsewhere: groups that some ranks make alone are then made as PyTorch makes them."""
+    return _of_loaded("torch.distributed.distributed_c10d", "_world", None)
+
+
 def while_nothing_compiles() -> Any:
     """A context in which no other thread has `torch.compiler.is_compiling`, which is one flag for all threads.
 

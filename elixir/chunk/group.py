@@ -24,19 +24,27 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir.errors import InputError, RankError
+from elixir.torch_private import process_groups
 
 # torch 2.13 has new names for these and warns of the old ones.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+_own_groups: MutableMapping[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By the default group, how many groups some ranks have made alone."""
+_FIRST_OWN_GROUP = 1 << 32
+"""More groups than all ranks of a program make together."""
 
 GivenGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
@@ -104,7 +112,7 @@ class Group:
             self.timeout_s = None if timeout is None else timeout.total_seconds()
             if data:
                 self.divide(1)
-            control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+            control = new_group(ranks, timeout=timeout, backend="gloo", alone=local)
             self._control = control
             self._store = _private_store(control, ranks[0])
 
@@ -133,7 +141,7 @@ class Group:
             # that is gone, and torch would connect them to where that one listened.
             found: dist.ProcessGroup | None = None
             for part in [all_parts[number]] if local else all_parts:
-                group = dist.new_group(part, timeout=timeout, backend=backend, use_local_synchronization=local)
+                group = new_group(part, timeout=timeout, backend=backend, alone=local)
                 found = group if part is all_parts[number] else found
             return found
 
@@ -393,6 +401,25 @@ class Group:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def new_group(ranks: Sequence[int], *, alone: bool, **options: Any) -> dist.ProcessGroup:
+    """`torch.distributed.new_group`; `alone` means that only its ranks make it.
+
+    PyTorch 2.14 counts those on their ranks alone, and names every group after that number: a group that all ranks make
+    later would have several names, under which its ranks never meet. So they have numbers of their own here.
+    """
+    known, world = process_groups(), dist.group.WORLD
+    count = getattr(known, "group_count", None)
+    if not alone or count is None or world is None:
+        return dist.new_group(ranks, use_local_synchronization=alone, **options)  # type: ignore[no-any-return]
+    made = _own_groups.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    known.group_count = _FIRST_OWN_GROUP + made[tuple(ranks)]
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True, **options)  # type: ignore[no-any-return]
+    finally:
+        known.group_count = count
+
+
 _ADVICE = (
     "the ranks no longer do the same; every rank must call forward, backward and step equally often, and use what the "
     "plan does not foresee on all ranks alike or inside `model.gathered()`"
@@ -422,7 +449,7 @@ def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, int]:
             f"{MESH_DIMENSIONS})"
         )
     whole = len(ranks) == dist.get_world_size()
-    group = dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.group.WORLD if whole else new_group(ranks, alone=True)
     return group, int(mesh.mesh.shape[0])
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir.chunk.group import MESH_DIMENSIONS, Group
+from elixir.chunk.group import MESH_DIMENSIONS, Group, new_group
 from elixir.errors import InputError, RankError
+from elixir.torch_private import process_groups
 from tests.common import inside
 from tests.common.rank_threads import TIMEOUT_S, on_ranks, results
 
@@ -118,6 +119,22 @@ def test_a_mesh_says_which_ranks_form_a_replica() -> None:
         return [(group.of_mesh, group.size) for group in groups]
 
     assert results(4, work) == [[(2, 4), (2, 2)]] * 2 + [[(2, 4)]] * 2
+
+
+def test_groups_that_some_ranks_make_alone_leave_those_of_all_as_they_are() -> None:
+    def work(rank: int) -> list[float]:
+        made = [new_group([0, 1], alone=True) for _ in range(2)] if rank < 2 else [new_group([2], alone=True)]
+        dist.destroy_process_group(made.pop())
+        made.append(dist.new_group([0, 1, 2]))  # all ranks know it by one name
+        if rank < 2:
+            made.append(new_group([0, 1], alone=True))
+        sums = [torch.ones(1) for _ in made]
+        for group, each in zip(made, sums, strict=True):
+            dist.all_reduce(each, group=group)
+        return [each.item() for each in sums]
+
+    assert results(3, work) == [[2, 3, 2], [2, 3, 2], [3]]
+    assert isinstance(process_groups().group_count, int)  # without it torch 2.14 would wait for ever
 
 
 @pytest.mark.parametrize(("given", "expected"), [("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo,cuda:nccl",) * 2])
