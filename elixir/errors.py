@@ -206,10 +206,6 @@ class PlanError(ElixirError, RuntimeError):
         self.what = message
         super().__init__(self.in_words(_in_arguments))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        of = {name: getattr(self, name) for name in ("needed_bytes", "available_bytes", "levers", "details")}
-        return partial(type(self), **of), (self.what,)
-
     def in_words(self, action: Callable[[Lever], str]) -> str:
         """The whole message: what is short and by how much, the details, then one line for each lever, which `action`
         puts into words."""

@@ -21,7 +21,6 @@ from elixir.search.question import StepQuestion
 from elixir.search.simulator.simulation import simulate_step
 from elixir.search.whatif.explanation import explain
 from elixir.search.whatif.prices import Prices
-from elixir.search.whatif.processes import process_count
 from elixir.search.whatif.settings import FEWER_BITS
 from elixir.search.whatif.sweep import (
     HOST_PER_DEVICE_BYTE,
@@ -195,9 +194,6 @@ def _tried(args: argparse.Namespace, ask: Callable[..., Any]) -> tuple[Any, Swee
             if args.command == "fit":  # methods say which adapters, and a model without fused kernels runs as it is
                 step = replace(step, lora=None, quantised=None, use_fused_kernels=True)
             more: dict[str, Any] = {"network_bytes_per_s": args.network, "progress": say, "each": tell}
-            given = (vars(args).get(name) for name in ("model", "models", "inp", "step", "optimizer"))
-            code = any(":" in str(each) for each in given)
-            more["processes"] = 1 if code else process_count()  # user code may have threads, or CUDA
             return ask(step=step, asked=asked, **more), None
     except SweepInterrupted as stop:
         return stop.found, stop

@@ -7,11 +7,9 @@ are pure: the same arguments give the same rows in every process, whatever machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby, product
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -30,7 +28,6 @@ from elixir.search.question import Question, StepQuestion
 from elixir.search.request import Progress, SearchRequest, check_count
 from elixir.search.searches import profile_for, with_exact_moves
 from elixir.search.simulator.simulation import Simulation, simulate_step
-from elixir.search.whatif.processes import side_by_side
 from elixir.search.whatif.settings import METHODS, Choices, best_settings, check_room
 from elixir.step_trace import StepTrace
 from elixir.units import dtype_name, parse_bytes
@@ -156,7 +153,6 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
     network_bytes_per_s: float | None = None,
     progress: Progress | None = None,
     each: Callable[[SweepRow], None] | None = None,
-    processes: int = 1,
     **options: Any,
 ) -> list[SweepRow]:
     """A row for every model, batch, machine and world size, in this order of nesting.
@@ -172,8 +168,6 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
             machine's own devices are the most.
         progress: called before each combination.
         each: called with each row once it is made, if its combination could be planned or lacks memory.
-        processes: forked ones that try models, or methods of `fit`, side by side; rows are then made in any order. More
-            than one only where neither CUDA nor a backward has run before.
         options: fields of `SearchRequest`, which change `asked`. Memory whose size is not given is what the profile
             says, host memory otherwise `HOST_PER_DEVICE_BYTE`, less a reserve.
 
@@ -204,7 +198,7 @@ def sweep(  # noqa: PLR0913 - four lists, and how to ask of each combination
         )
         for model, batch, hardware, count in product(models, batches, profiles, world_sizes)
     ]
-    return _tried(cases, request, lambda rows: [row for _, row, _ in rows], progress, each, processes)
+    return _tried(cases, request, lambda rows: [row for _, row, _ in rows], progress, each)
 
 
 def fit(  # noqa: PLR0913 - as `sweep`
@@ -221,7 +215,6 @@ def fit(  # noqa: PLR0913 - as `sweep`
     methods: Mapping[str, Mapping[str, Any]] | None = None,
     choices: Choices | None = None,
     each_machine: bool = True,
-    processes: int = 1,
     **options: Any,
 ) -> Fit:
     """The smallest of the machines and device counts that can train `model`, and how fast; with what comes next.
@@ -273,7 +266,7 @@ def fit(  # noqa: PLR0913 - as `sweep`
             case.left_alone,
         )
     )
-    return _tried(cases, request, _fit_of, progress, each, processes)
+    return _tried(cases, request, _fit_of, progress, each)
 
 
 class _Case(NamedTuple):
@@ -299,50 +292,26 @@ def _tried(
     outcome: Callable[[Rows], Collected],
     progress: Progress | None,
     each: Callable[[SweepRow], None] | None,
-    processes: int,
 ) -> Collected:
-    """The outcome of all cases; errors and the other arguments are those of `sweep`."""
-    traces = Traces()
-    parts = [list(part) for _, part in groupby(range(len(cases)), lambda at: traces.model_key(cases[at].step))]
-    if min(processes, len(parts)) > 1:
-        with suppress(ElixirError):  # imports what all processes need
-            traces.built(cases[0].step)
-
-    tried = dict[int, tuple[SweepRow, Outcome]]()
-
-    def collected() -> Collected:
-        return outcome([(cases[at], *tried[at]) for at in sorted(tried)])
-
-    try:
-        for at, found in side_by_side(partial(_in_turn, cases, request, traces), parts, min(processes, len(parts))):
-            if found is not None:
-                tried[at] = found
-                if each is not None and _was_planned(found[1]):
-                    each(found[0])
-            elif progress is not None:
-                progress(cases[at].text, len(tried), len(cases))
-    except KeyboardInterrupt:
-        if not tried:
-            raise
-        raise SweepInterrupted(collected(), len(tried), len(cases)) from None
-    if not any(_was_planned(found) for _, found in tried.values()):
-        raise next(error for at in sorted(tried) if isinstance(error := tried[at][1], ElixirError))
-    return collected()
-
-
-def _in_turn(
-    cases: Sequence[_Case], request: SearchRequest, traces: Traces, part: list[int]
-) -> Iterator[tuple[int, tuple[SweepRow, Outcome] | None]]:
-    """Gives the number of each combination of a part before it is tried, and again with what was found."""
-    fit = set[tuple[str, int]]()
-    for at in part:
-        case = cases[at]
-        if case.left_alone not in fit:
-            yield at, None
+    """The outcome of one row after the other; errors and the other arguments are those of `sweep`."""
+    traces, rows = Traces(), Rows()
+    for done, case in enumerate(cases):
+        if case.left_alone and any(row.fits and case.left_alone == other.left_alone for other, row, _ in rows):
+            continue
+        if progress is not None:
+            progress(case.text, done, len(cases))
+        try:
             row, found = try_out(traces, replace(request, world_size=case.world_size), case)
-            yield at, (row, found)
-            if row.fits and case.left_alone:
-                fit.add(case.left_alone)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            raise SweepInterrupted(outcome(rows), done, len(cases)) from None
+        if each is not None and _was_planned(found):
+            each(row)
+        rows.append((case, row, found))
+    if not any(_was_planned(found) for _, _, found in rows):
+        raise next(found for _, _, found in rows if isinstance(found, ElixirError))
+    return outcome(rows)
 
 
 def _was_planned(found: Outcome) -> bool:
@@ -397,11 +366,11 @@ class Traces:
 
     def built(self, step: StepQuestion) -> nn.Module:
         """The model of a step."""
-        key = self.model_key(step)
-        if key not in self.models:
+        model = str(step.model), step.lora, step.quantised
+        if model not in self.models:
             self.models.clear()  # models come one after the other, and some configs make large ones
-            self.models[key] = step.build()
-        return self.models[key]
+            self.models[model] = step.build()
+        return self.models[model]
 
     def _traced(self, step: StepQuestion, hardware: HardwareProfile, *how: str) -> StepTrace:
         key = self._key(step, hardware)
@@ -419,12 +388,9 @@ class Traces:
         return found
 
     @staticmethod
-    def model_key(step: StepQuestion) -> tuple[object, ...]:
-        """The fields that the model of a step depends on: steps that differ in them have no trace in common."""
-        return str(step.model), step.lora, step.quantised
-
-    def _key(self, step: StepQuestion, hardware: HardwareProfile) -> tuple[object, ...]:
-        return (*self.model_key(step), step.batch, hardware.device_kind, hardware.compute_capability)
+    def _key(step: StepQuestion, hardware: HardwareProfile) -> tuple[object, ...]:
+        kind = hardware.device_kind, hardware.compute_capability
+        return (step.model, step.lora, step.quantised, step.batch, *kind)
 
 
 def budgets_on_paper(hardware: HardwareProfile, request: SearchRequest) -> Budgets:
