@@ -405,7 +405,7 @@ def new_group(ranks: Sequence[int], *, alone: bool, **options: Any) -> dist.Proc
     """`torch.distributed.new_group`; `alone` means that only its ranks make it.
 
     PyTorch 2.14 counts those on their ranks alone, and names every group after that number: a group that all ranks make
-    later would have several names, under which its ranks never meet. So they have numbers of their own here.
+    later would have several names, under which its ranks never meet. So they have separate numbers here.
     """
     known, world = process_groups(), dist.group.WORLD
     count = getattr(known, "group_count", None)
