@@ -192,6 +192,8 @@ class _Variants:
         for _ in range(ROUNDS):
             for count in reversed(counts):
                 self._look(self._filling(count))
+            if self._floors[self.nothing][0] == math.inf:  # all that keeps more takes more
+                return
             best = min(counts, key=lambda count: (self._floors[self._filling(count)][0], -count))
             at = counts.index(best)
             counts = spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)], LOOKS + 1).tolist()
