@@ -36,6 +36,7 @@ from elixir.plan.plan import Plan
 from elixir.search.question import StepQuestion
 from elixir.show import tables
 from elixir.show.page import plan_view
+from elixir.torch_private import MEMORY_MOVES
 from elixir.units import format_bytes, format_seconds, parse_dtype
 from elixir.wrapper import ElixirModule, ElixirOptimizer
 from elixir.wrapper.account.step_report import StepReport
@@ -137,7 +138,8 @@ def _measured(model: nn.Module, inp: Mapping[str, Any], dtype: torch.dtype) -> H
 def _steps(
     module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any]
 ) -> tuple[list[StepReport], int | None]:
-    """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed."""
+    """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed: None before torch
+    2.13, where blocks take memory anew in each step, and what they held before would count twice."""
 
     def step() -> None:
         output = module(**inp)  # held until the step is over, as in the step that was traced
@@ -149,7 +151,7 @@ def _steps(
     peak_bytes: int | None = None
     inp_bytes = sum(value.nbytes for value in inp.values() if isinstance(value, torch.Tensor))
     for number in range(STEPS):
-        if number == WARM_UP_STEPS and module.device.type == "cpu":
+        if number == WARM_UP_STEPS and module.device.type == "cpu" and MEMORY_MOVES:
             module.settle()
             arena = engine_of(module).arena
             resting = arena.live_bytes("device") + arena.live_bytes("host")

@@ -258,6 +258,11 @@ class OperatorCache:
 
     def call(self, op: Traits, args: Any, kwargs: Any, arguments: Arguments) -> Any:
         """The result of an operator that runs anew, such as one that writes to an argument."""
+        if op.of_documents and self._target.kind == "cpu":
+            raise TraceError(
+                f"{user_location()}: {op.func} has no kernel for a CPU; trace for a CUDA device, or give the model "
+                "attn_implementation='sdpa'"
+            )
         if op.func is aten._grouped_mm.default and arguments.all_meta:
             return _grouped_mm(op.func, args, kwargs)
         if op.func in _FILLS_WITH_A_TENSOR and args[0].is_meta and not args[2].is_meta:

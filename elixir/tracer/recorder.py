@@ -181,11 +181,6 @@ class Recorder(TorchDispatchMode):
 
     def _of_documents(self, func: Any, args: Any, kwargs: Any, outcome: Outcome | None = None) -> Operation:
         """The work of attention inside of documents, whose lengths follow from values."""
-        if self._target.kind == "cpu":
-            raise TraceError(
-                f"{user_location()}: {func} has no kernel for a CPU; trace for a CUDA device, or give the model "
-                "attn_implementation='sdpa'"
-            )
         operation = (outcome and outcome.operation) or operation_of(func, args, kwargs, args[0], 1)
         call = attention_of_documents(func, args, kwargs)
         assert operation is not None

@@ -40,7 +40,7 @@ def _trains(rank: int, world_size: int, path: str) -> tuple[str, str, bool, floa
 
 
 def test_two_ranks_start_from_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", minversion="1.6")  # knows FSDP2
     made = Prediction(Setting(runtime="fsdp2", checkpoint=True), 2**30, {}, 0, {"compute": 1.0})
     path = tmp_path / "fsdp.yaml"
     path.write_text(config_text(made, path, layer="LlamaDecoderLayer", world_size=2, hosts=1))

@@ -59,7 +59,7 @@ def test_a_guard_lets_pass_what_fits_and_names_what_would() -> None:
     assert "activation checkpointing" in actions
     assert caught.value.needed_bytes == found.needed_bytes
     hooks = sum(len(module._forward_hooks) for module in model.modules())
-    assert (hooks, model.is_activation_checkpointing) == (0, False)
+    assert (hooks, model.is_gradient_checkpointing) == (0, False)
     assert all(lever.saves_bytes > 0 for lever in caught.value.levers)
 
 

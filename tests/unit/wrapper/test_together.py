@@ -20,6 +20,7 @@ from elixir.models.together import Together
 from elixir.search import plan_from_trace
 from elixir.search.request import SearchRequest
 from elixir.search.searches import with_passes_of
+from elixir.torch_private import MEMORY_MOVES
 from tests.common import inside
 from tests.common.tiny_models import tiny
 from tests.common.tracing import cpu_trace
@@ -144,7 +145,8 @@ def test_the_budget_holds_all_models_and_real_steps_stay_below_it() -> None:
     arena = inside.arena(model)
     resting = arena.live_bytes("device") + arena.live_bytes("host")
     seen = observe(lambda: trained(model, optimizer, distillation, accumulation=1, steps=1))
-    assert resting + seen.peak_bytes <= predicted.device_peak_bytes + predicted.host_peak_bytes
+    twice = 0 if MEMORY_MOVES else predicted.device_parts["rcache"]  # blocks that take memory anew
+    assert resting + seen.peak_bytes - twice <= predicted.device_peak_bytes + predicted.host_peak_bytes
 
 
 def test_calls_are_passes_after_a_move_too() -> None:
