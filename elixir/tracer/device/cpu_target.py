@@ -103,7 +103,7 @@ def _can_run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
     """Whether a call is small enough; it has no FLOPs where PyTorch has no formula."""
     if sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)) > MAX_RUN_BYTES:
         return False
-    return count_flops(func, args, kwargs, func(*args, **kwargs)) <= MAX_RUN_FLOPS
+    return max(count_flops(func, args, kwargs, func(*args, **kwargs)), 1) <= MAX_RUN_FLOPS
 
 
 def _observe(func: Any, leaves: list[Any], structure: Any) -> int | None:
