@@ -139,7 +139,7 @@ def _steps(
     module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any]
 ) -> tuple[list[StepReport], int | None]:
     """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed: None before torch
-    2.13, where blocks take memory anew in each step, and what they held before would count twice."""
+    2.13 if there are blocks, which then take memory anew in each step: what they held before would count twice."""
 
     def step() -> None:
         output = module(**inp)  # held until the step is over, as in the step that was traced
@@ -151,7 +151,7 @@ def _steps(
     peak_bytes: int | None = None
     inp_bytes = sum(value.nbytes for value in inp.values() if isinstance(value, torch.Tensor))
     for number in range(STEPS):
-        if number == WARM_UP_STEPS and module.device.type == "cpu" and MEMORY_MOVES:
+        if number == WARM_UP_STEPS and module.device.type == "cpu" and (MEMORY_MOVES or not module.plan.block_count):
             module.settle()
             arena = engine_of(module).arena
             resting = arena.live_bytes("device") + arena.live_bytes("host")

@@ -47,8 +47,9 @@ def test_bytes_are_as_predicted_and_the_file_is_learned(
     for name in ("host to device", "device to host", "buffers on the device"):
         assert by_name[name]["measured"] == by_name[name]["predicted"]
     assert all(row["agrees"] for row in found["compared"] if row["unit"] == "bytes"), by_name
-    assert ("peak, device and host" in by_name) == MEMORY_MOVES  # from torch 2.13 on
-    if MEMORY_MOVES:
+    observed = MEMORY_MOVES or "--packed" in budget  # with blocks from torch 2.13 on
+    assert ("peak, device and host" in by_name) == observed
+    if observed:
         peak = by_name["peak, device and host"]
         assert peak["measured"] > 1.2 * by_name["buffers on the device"]["measured"], "activations and gradients count"
     (view,) = page_data(page)["views"]
@@ -57,7 +58,7 @@ def test_bytes_are_as_predicted_and_the_file_is_learned(
     assert max(shown) == found["plan"]["predicted"]["device_peak_bytes"]
     low_s, high_s = by_name["seconds a step"]["range_s"]
     assert low_s < high_s <= trial.MOST_RANGE * low_s
-    assert len(found["steps"]) == trial.STEPS - trial.WARM_UP_STEPS - MEMORY_MOVES  # one is observed
+    assert len(found["steps"]) == trial.STEPS - trial.WARM_UP_STEPS - observed  # not timed
 
     for step in found["steps"]:  # a busy machine may be too slow to be believed
         step["step_s"] = 1.5 * step["predicted_step_s"]
