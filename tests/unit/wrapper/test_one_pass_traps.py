@@ -380,3 +380,19 @@ def test_no_layers_that_run_again_is_refused() -> None:
     model.gradient_checkpointing_disable()
     with pytest.raises(InputError, match="turn on activation checkpointing"):
         plan_for(model, batches("llama", 1)[0][0], hf_loss, accumulation=2)
+
+
+def test_every_micro_batch_of_every_pass_draws_other_numbers() -> None:
+    drawn: list[float] = []
+
+    def noisy(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        drawn.append(torch.rand(()).item())
+        return square_loss(model, batch)
+
+    make, steps = seeded(lambda: Stack(three())), vectors(3, steps=2)
+    plan = plan_for(make(), steps[0][0], square_loss, accumulation=3)
+    in_passes(make, steps, plan, noisy)
+    assert len(set(drawn)) == 6
+    before = torch.get_rng_state()
+    in_passes(make, steps, plan, square_loss)  # draws none
+    assert torch.equal(torch.get_rng_state(), before)
