@@ -84,3 +84,55 @@ def test_a_name_that_says_no_kind_is_refused(tmp_path: Path) -> None:
     for name in ("ds.toml", "ds.yaml"):
         with pytest.raises(InputError, match="--deepspeed_config_file"):
             written(tmp_path, name, runtime="deepspeed", stage=1)
+
+
+FSDP = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "reshard_after_forward": True, "offload_params": False, "activation_checkpointing": True,
+    "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT",
+}  # fmt: skip
+MACHINE = {"mixed_precision": "bf16", "num_machines": 1, "num_processes": 2, "machine_rank": 0}
+MACHINE |= {"main_training_function": "main", "use_cpu": False}
+FUSED, CHECKPOINT = "AdamW(fused=True)", "switch activation checkpointing on (model.gradient_checkpointing_enable())"
+ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+ON_HOST = {"device": "cpu", "pin_memory": True}
+
+
+def parallel(shards: int, replicas: int) -> dict[str, Any]:
+    degrees = {"data_parallel_shard_degree": shards, "data_parallel_replicate_degree": replicas}
+    return degrees | {"fsdp_reshard_after_forward": "always"}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "expected", "left"),
+    [
+        ("axolotl.yml", {"runtime": "fsdp2", "checkpoint": True}, {"fsdp_version": 2, "fsdp_config": FSDP}, FUSED),
+        ("axolotl.yml", {"runtime": "ddp", "checkpoint": True}, {"gradient_checkpointing": True}, FUSED),
+        ("axolotl.yml", {"runtime": "ddp"}, {"gradient_checkpointing": False}, FUSED),
+        ("ddp.yaml", {"runtime": "ddp"}, {"distributed_type": "MULTI_GPU", **MACHINE}, f"4 micro-batches of 2, {FUSED}"),
+        ("x.yml", {"runtime": "fsdp2", "offload": True}, {"distributed_type": "FSDP"}, "4 micro-batches of 2"),
+        ("x.toml", {"runtime": "fsdp2"}, {"parallelism": parallel(2, 1), "activation_checkpoint": {"mode": "none"}}, FUSED),
+        ("x.toml", {"runtime": "ddp", "checkpoint": True}, {"parallelism": parallel(1, 2), "activation_checkpoint": {"mode": "full"}}, FUSED),
+        ("x.json", {"runtime": "fsdp2", "checkpoint": True}, {"gradient_checkpointing": False}, None),
+        ("ds.json", {"runtime": "deepspeed", "stage": 2}, {"zero_optimization": ZERO | {"stage": 2}}, FUSED),
+        ("ds.json", {"runtime": "deepspeed", "stage": 3, "offload": True, "weights_offload": True, "ratio": 0.5, "checkpoint": True},
+         {"zero_optimization": {**ZERO, "offload_optimizer": ON_HOST | {"ratio": 0.5}, "offload_param": ON_HOST, "stage3_gather_16bit_weights_on_model_save": True}},
+         f"{CHECKPOINT}, DeepSpeedCPUAdam"),
+        ("ds.json", {"runtime": "deepspeed", "stage": 2, "offload": True}, {"zero_optimization": ZERO | {"stage": 2, "offload_optimizer": ON_HOST}}, "DeepSpeedCPUAdam"),
+    ],
+)  # fmt: skip
+def test_files_say_the_setting_and_their_heads_what_they_cannot(
+    tmp_path: Path, name: str, setting: dict[str, Any], expected: dict[str, Any], left: str | None
+) -> None:
+    text = written(tmp_path, name, **setting).read_text()
+    if name.endswith(".json"):
+        found, head = json.loads(text), json.loads(text).get("_comment")
+    else:
+        toml = name.endswith(".toml")
+        read = pytest.importorskip("tomllib").loads if toml else pytest.importorskip("yaml").safe_load
+        found, head = read(text), text.splitlines()[0]
+    assert {key: found[key] for key in expected} == expected
+    assert head is left is None or head.endswith(f"; in your script: {left}")
+    if name.startswith("axolotl"):
+        assert found["gradient_checkpointing"] is (setting == {"runtime": "ddp", "checkpoint": True})
+        assert ("fsdp_config" in found) is (setting["runtime"] == "fsdp2")

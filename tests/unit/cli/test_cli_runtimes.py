@@ -1,0 +1,75 @@
+"""``--runtime`` of the command line: each runtime keeps the fewest devices on which it fits, next to Elixir's plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from elixir.hardware.profile import preset
+from elixir.runtimes.estimate import with_margin
+from tests.common.command_line import run
+
+OWN = tuple(f"{__name__}:own_{what}" for what in ("model", "input", "step"))
+ASKED = (OWN[0], "--inp", OWN[1], "--step", OWN[2], "--hardware", "h100", "--runtime", "all")
+RUNTIMES = ["ddp", "fsdp2", "deepspeed", "elixir"]
+
+
+def own_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
+
+
+def own_input() -> torch.Tensor:
+    return torch.ones(64, 256)
+
+
+def own_step(model: torch.nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
+def test_each_runtime_is_shown_on_the_fewest_devices_on_which_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(command: str, *words: str) -> list[dict[str, Any]]:
+        status, text, _ = run(capsys, command, *ASKED, *words, "--json")
+        assert status == 0
+        return list(json.loads(text)["rows"])
+
+    every = rows("plan", "--host-memory", "64GiB")
+    by_runtime = {name: [row for row in every if row["runtime"] == name] for name in RUNTIMES}
+    assert [len(found) for found in by_runtime.values()] == [1, 3, 3, 1]
+    (ours,) = by_runtime["elixir"]
+    for name in RUNTIMES[:3]:
+        for row in by_runtime[name]:
+            assert row["times_elixir"] == row["step_s"] / ours["step_s"]
+            assert (row["asked"]["runtime"], row["fits"], row["why"]) == (name, True, "")
+    # Two ranks need memory for NCCL, too: of one device less than what is enough for DDP and Elixir, of two no device.
+    least = min(row["device_bytes"] for row in by_runtime["fsdp2"] if not row["asked"]["offload"])
+    assert least < min(by_runtime["ddp"][0]["device_bytes"], ours["device_bytes"])
+    enough = ("--device-memory", str(with_margin(least)), "--host-memory", "0.5MiB")
+    found = {row["runtime"]: row for row in rows("fit", *enough, "--world-sizes", "2,1")}
+    assert {name: (row["world_size"], row["fits"]) for name, row in found.items()} == {
+        "ddp": (2, False), "fsdp2": (1, True), "deepspeed": (2, False), "elixir": (2, False)
+    }  # fmt: skip
+    assert [*found] == ["fsdp2", "ddp", "deepspeed", "elixir"]
+    assert found["fsdp2"]["device_bytes"] == least
+    assert "a device lacks" in found["ddp"]["why"]
+    assert "a host" not in found["ddp"]["why"]
+    assert all(found[name]["times_elixir"] is None for name in RUNTIMES)
+    (alone,) = (row for row in rows("fit", "--host-memory", "64GiB", "--world-sizes", "1,2") if row["runtime"] == "ddp")
+    assert alone == by_runtime["ddp"][0]
+
+
+def test_the_legend_says_what_is_assumed_and_details_where_numbers_come_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assumed, measured = "Host memory is assumed", "On one H200 peaks were within"
+    assert preset("h100").host_memory_bytes is None
+    for words, said in (
+        ((), (assumed, measured, "  from ")),
+        (("--host-memory", "64GiB", "--world-size", "2", "--brief"), ("were never measured",)),
+        (("--host-budget", "64GiB", "--brief"), (measured,)),
+    ):
+        status, text, _ = run(capsys, "plan", *ASKED, *words)
+        every = (assumed, measured, "  from ", "were never measured")
+        assert (status, [each for each in every if each in text]) == (0, [*said])
