@@ -14,8 +14,10 @@ from elixir.optimizer_states import BLOCK_NUMEL, moments_size
 from elixir.plan.chunk_plan import (
     PARAM_ALIGNMENT_BYTES,
     ParamSlot,
+    Weight,
     WeightFile,
     alignment_bytes,
+    packed_text,
 )
 from elixir.plan.plan import Plan, same_packing
 from elixir.plan.prediction import Judgement
@@ -248,3 +250,21 @@ def test_parameters_begin_with_whole_blocks_of_the_widest_dtype() -> None:
     assert alignment_bytes("float32", ["float64"]) == PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", ["bfloat16", "float32"]) == 4 * BLOCK_NUMEL > PARAM_ALIGNMENT_BYTES
     assert alignment_bytes("8bit", []) == max(BLOCK_NUMEL, PARAM_ALIGNMENT_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel", "form", "said"),
+    [  # of the weights of experts, next to 200 bytes of others, a packed KiB, and what trains
+        ("bfloat16", 101, "nf4", "1.00 KiB in 4 bits (nf4), 402 B in bfloat16; expert weights are 3-D parameters"),
+        ("bfloat16", 100, "nf4", "1.00 KiB in 4 bits (nf4), 400 B in bfloat16"),
+        ("bfloat16", 101, None, "1.00 KiB in uint8, 402 B in bfloat16"),
+        ("int8", 1024, "nf4", "2.00 KiB in 4 bits (nf4), 200 B in bfloat16"),
+        ("int8", 2048, None, "2.00 KiB in int8, 1.00 KiB in uint8, 200 B in bfloat16"),
+    ],
+)
+def test_frozen_weights_are_counted_by_how_they_are_held(dtype: str, numel: int, form: str | None, said: str) -> None:
+    experts = Weight("experts.up", dtype, numel, False)
+    rest = [Weight("attention", "bfloat16", 100, False), Weight("experts.lora", "bfloat16", 999, True)]
+    text = packed_text([experts, *rest, Weight("packed", "uint8", 1024, False)], form)
+    assert text.partition(", which")[0] == f"frozen: {said}"
+    assert packed_text(rest, None) == ""

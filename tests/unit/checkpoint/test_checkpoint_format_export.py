@@ -18,6 +18,7 @@ from elixir.checkpoint_format.folders import commit
 from elixir.checkpoint_format.slice_reader import SliceReader, open_checkpoint
 from elixir.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, InputError, InputTypeError
 from elixir.files import Files
+from elixir.optimizer_states import AVERAGE
 from tests.common.checkpoints import save, write
 from tests.common.file_faults import FailingFiles, RecordingFiles
 
@@ -227,3 +228,13 @@ def test_an_export_reads_no_more_at_once_than_a_span(
     assert max(sizes) == 1000
     (whole,), (pieces,) = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "pieces"))
     assert whole.read_bytes() == pieces.read_bytes()
+
+
+def test_an_average_takes_the_place_of_weights_that_have_one(tmp_path: Path) -> None:
+    values = {"weight/w": 1.0, f"{AVERAGE}/w": 2.0, "weight/frozen": 3.0, "buffer/b": 4.0, "exp_avg/w": 5.0}
+    save(tmp_path / "run", {name: torch.full((4,), value) for name, value in values.items()})
+    for ema, expected in ((True, 2.0), (False, 1.0)):
+        found = load_file(export_hf(tmp_path / "run", tmp_path / f"out {ema}", ema=ema) / "model.safetensors")
+        assert {name: value.tolist() for name, value in found.items()} == {
+            "w": [expected] * 4, "frozen": [3.0] * 4, "b": [4.0] * 4
+        }  # fmt: skip

@@ -31,3 +31,20 @@ def test_compare_marks_what_differs(capsys: pytest.CaptureFixture[str], tmp_path
 def test_compare_of_two_kinds_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     a, b = str(make_plan(2).save(tmp_path / "a.json")), str(make_hardware().save(tmp_path / "b.json"))
     assert "cannot compare a Plan with a HardwareProfile" in fails(capsys, "compare", a, b)
+
+
+def test_a_trial_is_shown_if_all_its_figures_can_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figure = {"name": "seconds a step", "unit": "seconds", "predicted": 2.0, "measured": 2.5}
+    trial = {
+        "artifact": "trial",
+        "plan": make_plan(2).to_dict(),
+        "hardware": make_hardware().to_dict(),
+        "compared": [figure],
+    }
+    path = tmp_path / "try.json"
+    path.write_text(json.dumps(trial))
+    status, out, _ = run(capsys, "show", str(path))
+    assert (status, "+25.0%" in out) == (0, True)
+    for bad in (None, {}, figure, [3], [figure, figure | {"measured": "2"}], [figure | {"unit": "m"}]):
+        path.write_text(json.dumps(trial | {"compared": bad}))
+        assert "field 'compared' must list figures" in fails(capsys, "show", str(path))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from elixir.hardware.profile import preset
 from elixir.runtimes.estimate import with_margin
 from tests.common.command_line import run
 
@@ -58,18 +57,3 @@ def test_each_runtime_is_shown_on_the_fewest_devices_on_which_it_fits(capsys: py
     assert all(found[name]["times_elixir"] is None for name in RUNTIMES)
     (alone,) = (row for row in rows("fit", "--host-memory", "64GiB", "--world-sizes", "1,2") if row["runtime"] == "ddp")
     assert alone == by_runtime["ddp"][0]
-
-
-def test_the_legend_says_what_is_assumed_and_details_where_numbers_come_from(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assumed, measured = "Host memory is assumed", "On one H200 peaks were within"
-    assert preset("h100").host_memory_bytes is None
-    for words, said in (
-        ((), (assumed, measured, "  from ")),
-        (("--host-memory", "64GiB", "--world-size", "2", "--brief"), ("were never measured",)),
-        (("--host-budget", "64GiB", "--brief"), (measured,)),
-    ):
-        status, text, _ = run(capsys, "plan", *ASKED, *words)
-        every = (assumed, measured, "  from ", "were never measured")
-        assert (status, [each for each in every if each in text]) == (0, [*said])

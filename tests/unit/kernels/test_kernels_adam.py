@@ -15,7 +15,8 @@ import torch
 from elixir.errors import InputError, InputTypeError
 from elixir.kernels.adam import step as native
 from elixir.kernels.adam.adam_rule import AdamOptions, adam_rule, adam_scalars
-from elixir.kernels.adam.moments import Moments, make_moments, read_moments
+from elixir.kernels.adam.eager import IN_PIECES, eager_step
+from elixir.kernels.adam.moments import MasterStates, Moments, make_moments, read_moments
 from elixir.kernels.adam.step import adam_step
 from tests.common import inside
 from tests.common.early import needs_kernel
@@ -293,3 +294,32 @@ def test_the_kernel_in_place_has_the_bits_of_the_eager_step(monkeypatch: pytest.
             for mine, theirs in zip(*results, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
     assert len(compiled) == len(set(compiled)) == len(COMBINATIONS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_nothing_has_a_form(kind: Any) -> None:
+    empty, moments = torch.ones(0), make_moments(0, kind)
+    assert adam_step(empty, empty, None, moments, AdamOptions(), 1) == IN_PIECES
+    into = MasterStates(torch.ones(0), make_moments(0, kind))
+    assert adam_step(empty, empty, None, moments, AdamOptions(), 1, into=into) == native.COPIED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", ["", "moments", "weights", "new states"])
+def test_a_kernel_is_compared_in_all_that_it_reads_and_writes(wrong: str, kind: Any) -> None:
+    """It begins with moments as training has them, and is called in place, and if it can for other memory."""
+
+    def kernel(
+        gradient: torch.Tensor, old: MasterStates, new: MasterStates, out: torch.Tensor | None,
+        options: AdamOptions, step: int, factor: float, at: int,
+    ) -> None:  # fmt: skip
+        if old is new or wrong != "new states":
+            for mine, theirs in zip(
+                (new.master, *new.moments.tensors()), (old.master, *old.moments.tensors()), strict=True
+            ):
+                mine.copy_(theirs * (wrong != "moments" or theirs is old.master))
+            eager_step(gradient, new, None if wrong == "weights" else out, options, step, factor)
+
+    combination = native.Combination(torch.bfloat16, torch.bfloat16, kind)
+    right = not wrong or (wrong == "new states" and kind == "8bit")  # whose steps are in place alone
+    assert native.has_same_bits(combination, kernel) is right

@@ -15,9 +15,10 @@ GIB = 2**30
 
 
 def written(folder: Path, name: str, **setting: Any) -> Path:
+    ranks = setting.pop("ranks", 2)
     made = Prediction(Setting(micro=2, accumulation=4, **setting), GIB, {"activations": GIB}, 0, {"compute": 1.0})
     path = folder / name
-    path.write_text(config_text(made, name, layer="LlamaDecoderLayer", world_size=2, hosts=1))
+    path.write_text(config_text(made, name, layer="LlamaDecoderLayer", world_size=ranks, hosts=1))
     assert "redicted" in path.read_text()
     return path
 
@@ -109,11 +110,12 @@ def parallel(shards: int, replicas: int) -> dict[str, Any]:
         ("axolotl.yml", {"runtime": "fsdp2", "checkpoint": True}, {"fsdp_version": 2, "fsdp_config": FSDP}, FUSED),
         ("axolotl.yml", {"runtime": "ddp", "checkpoint": True}, {"gradient_checkpointing": True}, FUSED),
         ("axolotl.yml", {"runtime": "ddp"}, {"gradient_checkpointing": False}, FUSED),
-        ("ddp.yaml", {"runtime": "ddp"}, {"distributed_type": "MULTI_GPU", **MACHINE}, f"4 micro-batches of 2, {FUSED}"),
+        ("ddp.yaml", {"runtime": "ddp", "ranks": 1}, {"num_processes": 1}, f"4 micro-batches of 2, {FUSED}"),
+        ("ddp.yaml", {"runtime": "ddp", "checkpoint": True}, {"distributed_type": "MULTI_GPU", **MACHINE}, f"{CHECKPOINT}, 4 micro-batches of 2, {FUSED}"),
         ("x.yml", {"runtime": "fsdp2", "offload": True}, {"distributed_type": "FSDP"}, "4 micro-batches of 2"),
         ("x.toml", {"runtime": "fsdp2"}, {"parallelism": parallel(2, 1), "activation_checkpoint": {"mode": "none"}}, FUSED),
         ("x.toml", {"runtime": "ddp", "checkpoint": True}, {"parallelism": parallel(1, 2), "activation_checkpoint": {"mode": "full"}}, FUSED),
-        ("x.json", {"runtime": "fsdp2", "checkpoint": True}, {"gradient_checkpointing": False}, None),
+        ("x.json", {"runtime": "fsdp2", "checkpoint": True}, {"gradient_checkpointing": False, "fsdp": "full_shard"}, None),
         ("ds.json", {"runtime": "deepspeed", "stage": 2}, {"zero_optimization": ZERO | {"stage": 2}}, FUSED),
         ("ds.json", {"runtime": "deepspeed", "stage": 3, "offload": True, "weights_offload": True, "ratio": 0.5, "checkpoint": True},
          {"zero_optimization": {**ZERO, "offload_optimizer": ON_HOST | {"ratio": 0.5}, "offload_param": ON_HOST, "stage3_gather_16bit_weights_on_model_save": True}},
@@ -136,3 +138,5 @@ def test_files_say_the_setting_and_their_heads_what_they_cannot(
     if name.startswith("axolotl"):
         assert found["gradient_checkpointing"] is (setting == {"runtime": "ddp", "checkpoint": True})
         assert ("fsdp_config" in found) is (setting["runtime"] == "fsdp2")
+    if name == "ddp.yaml":
+        assert (found["distributed_type"] == "MULTI_GPU") is (setting.get("ranks") != 1)

@@ -11,13 +11,17 @@ import torch
 
 from elixir.errors import InputError
 from elixir.hardware.profile import preset
+from elixir.hardware.scenario import Scenario
 from elixir.models.loading import build
 from elixir.models.step import default_input, default_step
 from elixir.plan.chunk_plan import ChunkPlan
 from elixir.plan.plan import Plan
+from elixir.plan.prediction import Judgement
 from elixir.search import Answer, plan_from_trace
+from elixir.search.advise.answer import Effect
+from elixir.search.advise.changes import Change
 from elixir.search.simulator.simulation import simulate_step
-from elixir.search.whatif.explanation import Explanation, Spot, explain
+from elixir.search.whatif.explanation import ChunkReasons, Difference, Elsewhere, Explanation, Spot, explain
 from elixir.show.explanation_tables import (
     explanation_record,
     explanation_shown,
@@ -162,3 +166,76 @@ def test_tables_and_json_hold_the_same(found: Explanation) -> None:
     assert len(record["chunks"]) == len(found.chunks)
     assert record["chunks"][0]["elsewhere"][0]["change_s"] == found.chunks[0].elsewhere[0].change.change_s
     assert "fits" in record["chunks"][0]["elsewhere"][0]
+
+
+HOST, DEVICE, RESIDENT = Spot("host", "host"), Spot("device", "host"), Spot("resident", "device")
+
+
+def changed(change_s: float, lacks: tuple[int, int, int] = (0, 0, 0), loses: float = 0.0) -> Difference:
+    """A change of a step of one second, which a search passes over if it `loses` such a share if a copy is slower."""
+    judged = Judgement(Scenario(link=0.5), 1 + loses, 1.0) if loses else None
+    return Difference(1 + change_s, change_s, 0, 0, 0, *lacks, 2, judged)
+
+
+@pytest.mark.parametrize(
+    ("changes", "elsewhere", "verdict", "effect_s"),
+    [
+        ([], None, "larger than a block, so there is no other place", 0.0),
+        ([(DEVICE, changed(-0.001))], DEVICE, "yes", 0.001),
+        ([(DEVICE, changed(-0.0011))], DEVICE, "yes: plan again", 0.0011),
+        ([(DEVICE, changed(-0.5)), (RESIDENT, changed(-0.2))], DEVICE, "yes: plan again", 0.5),
+        ([(DEVICE, changed(-0.5, (MIB, 0, 0))), (RESIDENT, changed(-0.2))], RESIDENT, "yes: plan again", 0.5),
+        ([(DEVICE, changed(-0.5, loses=0.25)), (RESIDENT, changed(-0.2))], RESIDENT, "yes: plan again", 0.5),
+        (
+            [(DEVICE, changed(-0.5, loses=0.25)), (RESIDENT, changed(0.7))],
+            DEVICE,
+            f"would be 0.500 s faster here, but 25% slower than necessary if {Scenario(link=0.5)}",
+            0.7,
+        ),
+        (
+            [(RESIDENT, changed(0.3)), (DEVICE, changed(0.1, (MIB, 0, 3 * MIB))), (DEVICE, changed(0.1, (MIB, MIB, 0)))],
+            DEVICE,
+            "lacks 1.00 MiB of device memory and 3.00 MiB of disk",
+            0.3,
+        ),
+    ],
+)  # fmt: skip
+def test_the_best_other_place_is_one_that_a_search_would_take(
+    changes: list[tuple[Spot, Difference]], elsewhere: Spot | None, verdict: str, effect_s: float
+) -> None:
+    others = tuple(Elsewhere(*each) for each in changes)
+    chunks = tuple(ChunkReasons(at, "a", "b", MIB, HOST, others if at != 3 else ()) for at in (0, 1, 3, 5, 7))
+    slight = ChunkReasons(2, "c", "c", MIB, RESIDENT, (Elsewhere(HOST, changed(1e-5)),))
+    found = Explanation(1.0, "compute", {"compute": 1.0}, (slight, *chunks), (), ())
+    group, other = kinds(found) if changes else reversed(kinds(found))
+    assert (group.elsewhere, group.verdict, group.effect_s) == (elsewhere, verdict, effect_s)
+    there = [change.change_s for spot, change in changes if spot == elsewhere] or [0.0]
+    assert (group.least_change_s, group.most_change_s) == (min(there), max(there))
+    assert (group.chunks, group.parameters, group.weight_bytes) == ("0 to 1, 3, 5 and 1 runs more", "a to b", 5 * MIB)
+    assert (other.chunks, other.parameters, other.spot, other.effect_s) == ("2", "c", RESIDENT, 1e-5)
+
+
+def test_an_explanation_counts_early_updates_and_says_changes_in_one_unit() -> None:
+    early = Difference(1.2, 0.2, 0, 0, -2 * MIB, 0, 0, 0, 2)
+    blocks = (Difference(0.99, -0.0005, 0, -3 * MIB, 0, 0, MIB, 0, 1), Difference(2.0, 1.0, 0, MIB, 0, 0, 0, 0, 3))
+    blocks += (Difference(1.0, 1e-7, 0, 0, 0, 0, 0, 0, 4),)
+    chunks = tuple(ChunkReasons(at, "a", "b", MIB, HOST, (), early=at > 0) for at in range(3))
+    gains = {"more": -0.25, "hardly more": -0.0004}
+    levers = tuple(Effect(Change((), action), None, 1 + gain, gain, None) for action, gain in gains.items())
+    found = Explanation(1.0, "compute", {"compute": 0.75}, chunks, blocks, levers, early)
+    bound, updates, *tables = explanation_shown(found, 5)
+    assert bound.startswith("1.000 s a step")
+    assert bound.endswith(": 75% of the longest chain of work")
+    assert updates.startswith("2 chunks are updated early, with 2.00 MiB of the host; ")
+    assert updates.endswith("would change by +200.0 ms")
+    shown = [list(zip(*(column.cells for column in table.columns), strict=True)) for table in tables]
+    assert shown[0] == [
+        ("0 to 2", "3.00 MiB", "from host / host", "-", "0", "larger than a block, so there is no other place")
+    ]
+    assert shown[1] == [
+        ("1", "-500.0 us", "-3.00 MiB", "lacks 1.00 MiB of host memory"),
+        ("3", "+1.00 s", "+1.00 MiB", "yes"),
+        ("4", "0", "0", "yes"),
+    ]
+    assert shown[2] == [("more", "0.750 s", "-25.0%"), ("hardly more", "1.000 s", "0")]
+    assert list(explanation_shown(dataclasses.replace(found, after_norm=None), 0)) == [bound]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 
 from elixir.errors import InputError
@@ -169,6 +170,15 @@ def test_a_plan_is_drawn_with_all_its_bytes_and_every_colour_has_its_name(count:
     assert kept[1] == kept[2]
     for axes in (cells, strip):
         assert axes.get_xlim() == (0, pytest.approx(max(bar.get_x() + bar.get_width() for bar in axes.patches)))
+
+
+def test_cells_of_many_chunks_have_thinner_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[float] = []
+    monkeypatch.setattr(Axes, "bar", lambda axes, *bars, **look: gaps.append(look["linewidth"]))
+    for count, gap in ((60, 0.5), (61, 0.2), (200, 0.2), (201, 0.08)):
+        gaps.clear()
+        plot_plan(make_plan(count))
+        assert set(gaps) == {gap, 0, 0.4}  # of cells, of caps over the resident, and of budgets
 
 
 def test_amounts_and_names_are_short() -> None:
