@@ -177,9 +177,9 @@ def _yaml(table: Mapping[str, Any], said: str) -> str:
     for key, value in table.items():
         if isinstance(value, Mapping):
             lines.append(f"{key}:")
-            lines += [f"  {inner}: {_scalar(each)}" for inner, each in value.items()]
+            lines += [f"  {inner}: {json.dumps(each)}" for inner, each in value.items()]
         else:
-            lines.append(f"{key}: {_scalar(value)}")
+            lines.append(f"{key}: {json.dumps(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -188,8 +188,3 @@ def _toml(table: Mapping[str, Mapping[str, Any]], said: str) -> str:
     for section, values in table.items():
         lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Any) -> str:
-    """A value as YAML, which takes JSON."""
-    return value if isinstance(value, str) and value.replace("_", "").isalnum() else json.dumps(value)
