@@ -14,11 +14,11 @@ import math
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from elixir.hardware.profile import HardwareProfile
 from elixir.torch_private import allocations, onednn_is_enabled, tree_flatten, tree_unflatten
 from elixir.tracer.device.target import HALF, Attention, AttentionKernel, Target
-from elixir.tracer.operation_kinds import count_flops
 
 aten = torch.ops.aten
 
@@ -103,7 +103,9 @@ def _can_run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
     """Whether a call is small enough; it has no FLOPs where PyTorch has no formula."""
     if sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)) > MAX_RUN_BYTES:
         return False
-    return max(count_flops(func, args, kwargs, func(*args, **kwargs)), 1) <= MAX_RUN_FLOPS
+    formula = flop_registry.get(func._overloadpacket)
+    flops = 0 if formula is None else formula(*args, **kwargs, out_val=func(*args, **kwargs))
+    return bool(max(flops, 1) <= MAX_RUN_FLOPS)
 
 
 def _observe(func: Any, leaves: list[Any], structure: Any) -> int | None:
