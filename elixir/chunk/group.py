@@ -405,15 +405,16 @@ def new_group(ranks: Sequence[int], *, alone: bool, **options: Any) -> dist.Proc
     """`torch.distributed.new_group`; `alone` means that only its ranks make it.
 
     PyTorch 2.14 counts those on their ranks alone, and names every group after that number: a group that all ranks make
-    later would have several names, under which its ranks never meet. So they have separate numbers here.
+    later would have several names, under which its ranks never meet. So they have separate numbers here. No
+    other thread may make a group meanwhile.
     """
     known, world = process_groups(), dist.group.WORLD
     count = getattr(known, "group_count", None)
     if not alone or count is None or world is None:
         return dist.new_group(ranks, use_local_synchronization=alone, **options)  # type: ignore[no-any-return]
-    made = _own_groups.setdefault(world, Counter())
-    made[tuple(ranks)] += 1
-    known.group_count = _FIRST_OWN_GROUP + made[tuple(ranks)]
+    made, key = _own_groups.setdefault(world, Counter()), tuple(sorted(ranks))
+    made[key] += 1
+    known.group_count = _FIRST_OWN_GROUP + made[key]
     try:
         return dist.new_group(ranks, use_local_synchronization=True, **options)  # type: ignore[no-any-return]
     finally:

@@ -138,8 +138,11 @@ def _measured(model: nn.Module, inp: Mapping[str, Any], dtype: torch.dtype) -> H
 def _steps(
     module: ElixirModule, optimizer: ElixirOptimizer, inp: Mapping[str, Any]
 ) -> tuple[list[StepReport], int | None]:
-    """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed: None before torch
-    2.13 if there are blocks, which then take memory anew in each step: what they held before would count twice."""
+    """Reports of the timed steps, and on a CPU the peak of a step that was observed and not timed.
+
+    There is no peak before torch 2.13 with blocks, which then take memory anew in each step: what they held before
+    would count twice.
+    """
 
     def step() -> None:
         output = module(**inp)  # held until the step is over, as in the step that was traced

@@ -192,8 +192,8 @@ class _Variants:
         for _ in range(ROUNDS):
             for count in reversed(counts):
                 self._look(self._filling(count))
-            if self._floors[self.nothing][0] == math.inf:  # all that keeps more takes more
-                return
+            if all(floor_s == math.inf for floor_s, _ in self._floors.values()):
+                return  # what lies between does not fit either
             best = min(counts, key=lambda count: (self._floors[self._filling(count)][0], -count))
             at = counts.index(best)
             counts = spread(counts[max(at - 1, 0)], counts[min(at + 1, len(counts) - 1)], LOOKS + 1).tolist()

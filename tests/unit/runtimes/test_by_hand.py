@@ -220,7 +220,7 @@ def test_fsdp2_holds_so_much_at_each_moment(
 
 
 def test_fsdp2_reduces_what_lies_in_no_layer_at_the_end() -> None:
-    """Without layers that is all: weights are let go, and gradients are there whole and as the input of the reduction."""
+    """If there are no layers that is all: weights are let go, and gradients are there whole and as the input of the reduction."""
     found = predict(work(2, units=""), sharded())
     assert grown(found, *GATHERED, "sharded weights", "optimizer") == (0, 680, 680, 740, 1360)
 

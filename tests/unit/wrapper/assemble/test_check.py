@@ -94,8 +94,8 @@ def made(
 
 
 def kept_memory(says: str) -> list[tuple[str, str]]:
-    """What is found where a program keeps the memory of a weight: memory that cannot move (before torch 2.13) is given up,
-    which torch refuses."""
+    """The refusal of a program that keeps the memory of a weight: memory that cannot move (before torch 2.13) is given
+    up, which torch refuses."""
     return [("numbers", says)] if MEMORY_MOVES else [("step", "not resizable")]
 
 
