@@ -41,9 +41,9 @@ from elixir.torch_private import process_groups
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-_own_groups: MutableMapping[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_made_alone: MutableMapping[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """By the default group, how many groups some ranks have made alone."""
-_FIRST_OWN_GROUP = 1 << 32
+_FIRST_ALONE = 1 << 32
 """More groups than all ranks of a program make together."""
 
 GivenGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
@@ -405,16 +405,16 @@ def new_group(ranks: Sequence[int], *, alone: bool, **options: Any) -> dist.Proc
     """`torch.distributed.new_group`; `alone` means that only its ranks make it.
 
     PyTorch 2.14 counts those on their ranks alone, and names every group after that number: a group that all ranks make
-    later would have several names, under which its ranks never meet. So they have separate numbers here. No
-    other thread may make a group meanwhile.
+    later would have several names, under which its ranks never meet. So they have separate numbers here. No other
+    thread may make a group meanwhile.
     """
     known, world = process_groups(), dist.group.WORLD
     count = getattr(known, "group_count", None)
     if not alone or count is None or world is None:
         return dist.new_group(ranks, use_local_synchronization=alone, **options)  # type: ignore[no-any-return]
-    made, key = _own_groups.setdefault(world, Counter()), tuple(sorted(ranks))
+    made, key = _made_alone.setdefault(world, Counter()), tuple(sorted(ranks))
     made[key] += 1
-    known.group_count = _FIRST_OWN_GROUP + made[key]
+    known.group_count = _FIRST_ALONE + made[key]
     try:
         return dist.new_group(ranks, use_local_synchronization=True, **options)  # type: ignore[no-any-return]
     finally:

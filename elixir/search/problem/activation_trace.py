@@ -47,7 +47,7 @@ class _Rerun:
 
     def __init__(self, forward: UnitForward, keep: frozenset[Result]) -> None:
         count = forward.accesses_again
-        self.operations: list[list[int]] = [[] for _ in range(count)]
+        operations: list[list[int]] = [[] for _ in range(count)]
         self.later = [0] * count
         self.kept_bytes = kept_bytes(forward, keep)
         for number, each in enumerate(forward.operators):
@@ -55,7 +55,8 @@ class _Rerun:
                 for access in range(min(each.access, count)):
                     self.later[access] += each.made_bytes
             elif number < forward.again and each.operation is not None:
-                self.operations[min(each.access, count - 1)].append(each.operation)
+                operations[min(each.access, count - 1)].append(each.operation)
+        self.operations = list(map(tuple, operations))
         self.freed_bytes = sum(each.saved_bytes for each in forward.operators) - self.kept_bytes
 
 
@@ -229,7 +230,7 @@ def _made_again(trace: StepTrace, unit: _Again, position: int, kept: int) -> lis
             position + min(access.pin_until - unit.first, last),
             access.module,
             access.operator,
-            tuple(operations),
+            operations,
             max(rest + access.live_bytes + later, kept),
             max(rest + access.kept_bytes + later, kept),
             access.parts,

@@ -6,26 +6,13 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from elixir.runtimes.estimate import with_margin
 from tests.common.command_line import run
+from tests.common.own_step import OWN_INPUT, OWN_MODEL, OWN_STEP
 
-OWN = tuple(f"{__name__}:own_{what}" for what in ("model", "input", "step"))
-ASKED = (OWN[0], "--inp", OWN[1], "--step", OWN[2], "--hardware", "h100", "--runtime", "all")
+ASKED = (OWN_MODEL, "--inp", OWN_INPUT, "--step", OWN_STEP, "--hardware", "h100", "--runtime", "all")
 RUNTIMES = ["ddp", "fsdp2", "deepspeed", "elixir"]
-
-
-def own_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
-
-
-def own_input() -> torch.Tensor:
-    return torch.ones(64, 256)
-
-
-def own_step(model: torch.nn.Module, x: torch.Tensor) -> None:
-    model(x).sum().backward()
 
 
 def test_each_runtime_is_shown_on_the_fewest_devices_on_which_it_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 import elixir
 from elixir.errors import InputError, InputTypeError, PlanError
 from tests.common.command_line import fails, run
+from tests.common.own_step import OWN_INPUT, OWN_MODEL, OWN_STEP
 from tests.common.tiny_models import tiny
 
 MIB = 2**20
@@ -130,22 +131,10 @@ def test_accumulation_and_a_models_own_step_count_for_all(capsys: pytest.Capture
     )
     assert "DDP, 4 x 2" in four
     assert four["Elixir"]["tokens_per_s"] == pytest.approx(once["Elixir"]["tokens_per_s"], rel=0.7)
-    own = ("plan", f"{__name__}:own_model", "--inp", f"{__name__}:own_input", "--step", f"{__name__}:own_step", *words)
+    own = ("plan", OWN_MODEL, "--inp", OWN_INPUT, "--step", OWN_STEP, *words)
     rows = json.loads(run(capsys, *own)[1])["rows"]
     assert {row["runtime"] for row in rows} == {"ddp", "fsdp2", "deepspeed", "elixir"}
     assert all(row["fits"] and row["tokens_per_s"] is None for row in rows)
-
-
-def own_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
-
-
-def own_input() -> torch.Tensor:
-    return torch.ones(64, 256)
-
-
-def own_step(model: torch.nn.Module, x: torch.Tensor) -> None:
-    model(x).sum().backward()
 
 
 def test_a_fit_takes_the_fewest_devices_that_suffice(capsys: pytest.CaptureFixture[str]) -> None:
